@@ -1,0 +1,108 @@
+"""[host] CPU forms of the host functions that the stock model calls and that exist for GPUs only.
+
+Each takes the original first and hands over to it when the tensors are not on the CPU. They are the model's own
+arithmetic (rotary embedding, hyper-connections, the clamped SwiGLU), restated in torch with fp32 inside.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.environ import envs
+from torch import Tensor
+from torch.nn import functional
+
+
+def choose_torch_paths() -> None:
+    """Turn the host's own switches away from tilelang for the hyper-connections."""
+    envs.SGLANG_OPT_USE_TILELANG_MHC_PRE.set(False)
+    envs.SGLANG_OPT_USE_TILELANG_MHC_POST.set(False)
+
+
+def rope_wrapper(original, *args, **kwargs):
+    """No rotary module on the CPU: V4.1's layers rotate by their own table."""
+    return original(*args, **kwargs) if kwargs.get("device") != "cpu" else None
+
+
+def rope_inplace(original, q: Tensor, k: Tensor | None, freqs_cis: Tensor, positions: Tensor, inverse: bool = False):
+    if q.device.type != "cpu":
+        return original(q, k, freqs_cis, positions, inverse)
+    table = freqs_cis[positions]
+    table = table.conj() if inverse else table
+    for x in (q, k):
+        if x is not None:
+            pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+            x.copy_(torch.view_as_real(pairs * table[:, None, :]).flatten(-2))
+    return None
+
+
+def split_sinkhorn(
+    original,
+    mixes: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    hc_mult: int = 4,
+    sinkhorn_iters: int = 20,
+    eps: float = 1e-6,
+):
+    """mixes fp32 [b, s, (2 + hc) * hc] -> pre, post [b, s, hc] and a doubly normalised comb [b, s, hc, hc]."""
+    if mixes.device.type != "cpu":
+        return original(mixes, hc_scale, hc_base, hc_mult, sinkhorn_iters, eps)
+    sizes = [hc_mult, hc_mult, hc_mult * hc_mult]
+    parts = zip(mixes.split(sizes, dim=-1), hc_scale, hc_base.split(sizes), strict=True)
+    pre, post, comb = (part * scale + base for part, scale, base in parts)
+    comb = comb.unflatten(-1, (hc_mult, hc_mult)).softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(sinkhorn_iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return pre.sigmoid() + eps, 2 * post.sigmoid(), comb
+
+
+def mhc_combine(original, x_flat: Tensor, pre: Tensor, hc: int, out_dtype: torch.dtype) -> Tensor:
+    """sum_k pre[m, k] x[m, k, :]: x_flat [m, hc * d], pre fp32 [m, hc] -> [m, d]."""
+    if x_flat.device.type != "cpu":
+        return original(x_flat, pre, hc, out_dtype)
+    streams = x_flat.float().unflatten(-1, (hc, -1))
+    return (streams * pre[..., None]).sum(1).to(out_dtype)
+
+
+def silu_and_mul_clamp(original, input: Tensor, output: Tensor, swiglu_limit: float) -> None:
+    if input.device.type != "cpu":
+        return original(input, output, swiglu_limit)
+    output.copy_(_clamped_swiglu(input, swiglu_limit))
+    return None
+
+
+def moe_forward(original, layer, x: Tensor, topk_output, moe_runner_config) -> Tensor:
+    """Routed experts with the clamped SwiGLU; anything else goes to the host's own loop."""
+    limit = moe_runner_config.swiglu_limit
+    if x.device.type != "cpu" or not limit:
+        return original(layer, x, topk_output, moe_runner_config)
+    if moe_runner_config.activation != "silu" or moe_runner_config.apply_router_weight_on_input:
+        raise NotImplementedError(
+            f"swiglu_limit={limit} on the CPU is served for silu experts with output weighting only, not "
+            f"activation={moe_runner_config.activation!r}"
+        )
+    weights, experts, _ = topk_output
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in range(layer.num_experts):
+        rows, choice = (experts == expert).nonzero(as_tuple=True)
+        if rows.numel():
+            hidden = _clamped_swiglu(functional.linear(x[rows], layer.w13_weight[expert]), limit)
+            part = functional.linear(hidden.to(x.dtype), layer.w2_weight[expert])
+            out.index_add_(0, rows, part.float() * weights[rows, choice, None].float())
+    return out.to(x.dtype)
+
+
+def keep_config(model_config, load_config, tp_size: int):
+    """Leave the head counts alone: this model has one KV head by design, shared by every rank."""
+    del load_config
+    heads = model_config.num_attention_heads
+    if heads % tp_size:
+        raise ValueError(f"--tp-size {tp_size} does not divide the model's {heads} attention heads; choose a divisor")
+    return model_config
+
+
+def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)

@@ -1,0 +1,238 @@
+"""What one forward's rows need, built once per forward and read by every layer.
+
+A *row* is one query token. Decode, extend and mixed batches differ in how many rows a request has, so one
+builder serves them all: a decode is an extend of one row per request. Rows of one request are contiguous and
+their positions consecutive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sglang_csa2.selection import Selection
+
+
+@dataclass(frozen=True)
+class PageTables:
+    """The host's slot tables.
+
+    req_to_token: int [request slots, context] full-pool slot of each position.
+    full_to_swa: int64 [full slots] SWA slot of each full-pool slot.
+    """
+
+    req_to_token: Tensor
+    full_to_swa: Tensor
+
+    def full_slots(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """Full-pool slots, int64, of `positions` [...] of `requests` (broadcast against it)."""
+        return self.req_to_token[requests, positions].long()
+
+    def compressed_slots(self, requests: Tensor, entries: Tensor, ratio: int) -> Tensor:
+        """Slots of compressed `entries`, -1 where an entry is negative: the first token's slot over the ratio."""
+        first_token = entries.clamp(min=0) * ratio
+        return (self.full_slots(requests, first_token) // ratio).masked_fill(entries < 0, -1)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Requests with equally many rows: one rectangle, so the indexer loops over shapes and not over requests.
+
+    rows: int64 [requests, rows per request] row ids.
+    requests: int64 [requests] the host's request slots.
+    lengths: int64 [requests] positions of each request, its last row's included.
+    longest: their maximum, or a bound on it (a host number).
+    """
+
+    rows: Tensor
+    requests: Tensor
+    lengths: Tensor
+    longest: int
+
+    def tiles(self, *, height: int, width: int) -> Iterator[RowGroup]:
+        """Sub-rectangles of at most `height` requests by `width` rows."""
+        for top in range(0, self.rows.shape[0], height):
+            members = slice(top, top + height)
+            for left in range(0, self.rows.shape[1], width):
+                rows = self.rows[members, left : left + width]
+                yield RowGroup(rows, self.requests[members], self.lengths[members], self.longest)
+
+
+@dataclass(frozen=True)
+class RatioRows:
+    """What the rows mean for one compress ratio.
+
+    visible: int64 [rows] entries each row sees.
+    entry_rows: int64 [m] rows that complete an entry; entry_slots, entry_positions int64 [m] its slot and the
+        position of its first token.
+    partner_rows: int64 [m] (ratio 2) the even row of each pair, -1 where it waits in the pending ring;
+        pending_reads int64 [m] its ring row.
+    pending_rows, pending_writes: int64 [p] (ratio 2) rows whose partner comes in a later forward, and the ring
+        rows that keep them.
+    """
+
+    visible: Tensor
+    entry_rows: Tensor
+    entry_slots: Tensor
+    entry_positions: Tensor
+    partner_rows: Tensor
+    pending_reads: Tensor
+    pending_rows: Tensor
+    pending_writes: Tensor
+
+
+@dataclass
+class Csa2Metadata:
+    """One forward's metadata. Everything is written by `build_metadata`, except `selection`, which the layers fill.
+
+    requests: int64 [rows] request slot of each row. positions: int64 [rows].
+    swa_out_slots: int64 [rows] where each row's window KV is written.
+    swa_slots: int64 [rows, window] the SWA slots each row attends to, ascending in position, -1 for none.
+    groups: the rectangles. ratios: per compress ratio of the model.
+    longest: positions of the batch's longest request (a host number).
+    """
+
+    requests: Tensor
+    positions: Tensor
+    swa_out_slots: Tensor
+    swa_slots: Tensor
+    groups: list[RowGroup]
+    ratios: dict[int, RatioRows]
+    longest: int
+    tables: PageTables
+    selection: Selection = field(default_factory=Selection)
+
+    @property
+    def num_rows(self) -> int:
+        return self.positions.shape[0]
+
+
+def build_metadata(
+    *,
+    tables: PageTables,
+    request_slots: Tensor,
+    row_counts: Sequence[int],
+    seq_lens: Sequence[int],
+    out_slots: Tensor,
+    window: int,
+    ratios: Sequence[int],
+    pending_ring: int,
+    window_floor: Tensor | None = None,
+) -> Csa2Metadata:
+    """Build the metadata of a batch.
+
+    Args:
+        tables: the host's slot tables.
+        request_slots: int64 [batch] rows of `req_to_token`.
+        row_counts: rows of each request in this forward; 0 is allowed.
+        seq_lens: positions of each request up to and including its last row.
+        out_slots: int64 [rows] full-pool slots of the rows.
+        window: SWA window in tokens, the row itself included.
+        ratios: compress ratios of the model (1, 2).
+        pending_ring: ring rows per request slot in the pending-pair buffer.
+        window_floor: int64 [rows] absolute position below which a row's window does not reach, or None.
+
+    Raises:
+        ValueError: lengths disagree, or a request has more rows than positions.
+    """
+    _check(request_slots, row_counts, seq_lens, out_slots)
+    device = out_slots.device
+    counts = torch.tensor(row_counts, dtype=torch.int64)
+    first_positions = torch.tensor(seq_lens, dtype=torch.int64) - counts
+    starts = counts.cumsum(0) - counts
+    row_request = torch.repeat_interleave(torch.arange(len(row_counts)), counts)
+    offset = torch.arange(int(counts.sum())) - starts[row_request]
+    positions = (first_positions[row_request] + offset).to(device)
+    is_first, is_last = offset == 0, offset == counts[row_request] - 1
+    row_request = row_request.to(device)
+    requests = request_slots.long()[row_request]
+    out_slots = out_slots.long()
+    return Csa2Metadata(
+        requests=requests,
+        positions=positions,
+        swa_out_slots=tables.full_to_swa[out_slots].long(),
+        swa_slots=_window_slots(tables, requests, positions, window, window_floor),
+        groups=_groups(row_counts, seq_lens, starts.tolist(), request_slots.long()),
+        ratios={
+            ratio: _ratio_rows(
+                ratio, requests, positions, out_slots, is_first.to(device), is_last.to(device), pending_ring
+            )
+            for ratio in ratios
+        },
+        longest=max(seq_lens, default=0),
+        tables=tables,
+    )
+
+
+def _check(request_slots: Tensor, row_counts: Sequence[int], seq_lens: Sequence[int], out_slots: Tensor) -> None:
+    if not len(row_counts) == len(seq_lens) == request_slots.shape[0]:
+        raise ValueError(
+            f"one row count and one length per request: got {len(row_counts)} counts, {len(seq_lens)} lengths and "
+            f"{request_slots.shape[0]} requests"
+        )
+    if sum(row_counts) != out_slots.shape[0]:
+        raise ValueError(f"row counts add up to {sum(row_counts)}, but there are {out_slots.shape[0]} output slots")
+    for rows, length in zip(row_counts, seq_lens, strict=True):
+        if rows > length:
+            raise ValueError(f"a request of length {length} cannot have {rows} rows")
+
+
+def _window_slots(
+    tables: PageTables, requests: Tensor, positions: Tensor, window: int, floor: Tensor | None
+) -> Tensor:
+    listed = positions[:, None] - torch.arange(window - 1, -1, -1, device=positions.device)
+    absent = listed < (0 if floor is None else floor.long()[:, None])
+    full = tables.full_slots(requests[:, None], listed.clamp(min=0))
+    return tables.full_to_swa[full].long().masked_fill(absent, -1)
+
+
+def _groups(
+    row_counts: Sequence[int], seq_lens: Sequence[int], starts: Sequence[int], request_slots: Tensor
+) -> list[RowGroup]:
+    members: dict[int, list[int]] = {}
+    for request, rows in enumerate(row_counts):
+        if rows:
+            members.setdefault(rows, []).append(request)
+    device = request_slots.device
+    groups = []
+    for rows, batch in members.items():
+        first = torch.tensor([starts[request] for request in batch])
+        groups.append(
+            RowGroup(
+                rows=(first[:, None] + torch.arange(rows)).to(device),
+                requests=request_slots[torch.tensor(batch, device=device)],
+                lengths=torch.tensor([seq_lens[request] for request in batch], device=device),
+                longest=max(seq_lens[request] for request in batch),
+            )
+        )
+    return groups
+
+
+def _ratio_rows(
+    ratio: int,
+    requests: Tensor,
+    positions: Tensor,
+    out_slots: Tensor,
+    is_first: Tensor,
+    is_last: Tensor,
+    pending_ring: int,
+) -> RatioRows:
+    closes = positions % ratio == ratio - 1
+    entry_rows = closes.nonzero().flatten()
+    # Only a ratio-2 row can be left waiting, and only the last of its request.
+    pending_rows = (~closes & is_last).nonzero().flatten()
+    first_token = positions[entry_rows] - (ratio - 1)
+    ring = requests * pending_ring
+    return RatioRows(
+        visible=(positions + 1) // ratio,
+        entry_rows=entry_rows,
+        entry_slots=out_slots[entry_rows] // ratio,
+        entry_positions=first_token,
+        partner_rows=(entry_rows - 1).masked_fill(is_first[entry_rows], -1),
+        pending_reads=ring[entry_rows] + first_token % pending_ring,
+        pending_rows=pending_rows,
+        pending_writes=ring[pending_rows] + positions[pending_rows] % pending_ring,
+    )
