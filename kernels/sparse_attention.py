@@ -20,6 +20,8 @@ from torch import Tensor
 
 from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
 
+# Keys per step of the online softmax: P is rounded to bf16 relative to the running maximum of its block.
+_BLOCK = 64
 # fp32 bytes of gathered keys that a tile of rows may hold.
 _TILE_BYTES = 32 << 20
 
@@ -60,11 +62,19 @@ def _gather(cache: Tensor, slots: Tensor, decode) -> tuple[Tensor, Tensor]:
 
 
 def _attend(q: Tensor, keys: Tensor, none: Tensor, attn_sink: Tensor, scale: float) -> Tensor:
-    scores = torch.bmm(q.float(), keys.transpose(1, 2)) * scale
-    scores.masked_fill_(none[:, None, :], -math.inf)
-    # A finite floor keeps a row without keys at exp(-inf) = 0 rather than NaN.
-    peak = scores.amax(-1, keepdim=True).clamp(min=-1e30)
-    weights = (scores - peak).exp()
-    denominator = weights.sum(-1, keepdim=True) + (attn_sink.float()[None, :, None] - peak).exp()
-    values = torch.bmm(weights.bfloat16().float(), keys)
-    return torch.where(none.all(-1)[:, None, None], 0, values / denominator).to(q.dtype)
+    """Online softmax over blocks of keys, in the published code's order and roundings."""
+    q = q.float()
+    # A finite start keeps a row without keys at exp(-inf) = 0 rather than NaN.
+    peak = q.new_full((*q.shape[:2], 1), -1e30)
+    denominator, values = torch.zeros_like(peak), torch.zeros_like(q)
+    for start in range(0, keys.shape[1], _BLOCK):
+        block = keys[:, start : start + _BLOCK]
+        scores = torch.bmm(q, block.transpose(1, 2)) * scale
+        scores.masked_fill_(none[:, None, start : start + _BLOCK], -math.inf)
+        new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        rescale, weights = (peak - new_peak).exp(), (scores - new_peak).exp()
+        denominator = denominator * rescale + weights.sum(-1, keepdim=True)
+        values = values * rescale + torch.bmm(weights.bfloat16().float(), block)
+        peak = new_peak
+    denominator = denominator + (attn_sink.float()[None, :, None] - peak).exp()
+    return torch.where(none.all(-1)[:, None, None], 0, values / denominator).bfloat16()

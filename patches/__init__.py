@@ -15,6 +15,8 @@ Each entry says what it changes, why, and when it can go. `install` applies them
 | (CPU) hc_split_sinkhorn, mhc_combine      | tilelang and Triton only                                  | a torch form upstream    |
 | (CPU) silu_and_mul_clamp                  | CUDA only                                                 | a torch form upstream    |
 | (CPU) moe_forward_native                  | ignores swiglu_limit                                      | it is honoured upstream  |
+| (CPU) maybe_fuse_routed_scale_and_shared_add | rounds the experts' sum twice                          | experts sum in fp32      |
+| (CPU) MoEGate.forward                     | rounds router logits to bf16, unlike CUDA                 | fp32 there too           |
 | (CPU) adjust_config_with_unaligned_cpu_tp | rewrites num_key_value_heads, which this model shares     | MQA models are left out  |
 """
 
@@ -64,6 +66,13 @@ LEDGER = (
         True,
     ),
     Patch("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", HookType.AROUND, cpu.moe_forward, True),
+    Patch(
+        "sglang.srt.layers.quantization.mxfp4_flashinfer_trtllm_moe.maybe_fuse_routed_scale_and_shared_add",
+        HookType.AROUND,
+        cpu.merge_experts,
+        True,
+    ),
+    Patch("sglang.srt.models.deepseek_v2.MoEGate.forward", HookType.AROUND, cpu.gate_forward, True),
     Patch(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", HookType.REPLACE, cpu.keep_config, True
     ),

@@ -74,7 +74,7 @@ def silu_and_mul_clamp(original, input: Tensor, output: Tensor, swiglu_limit: fl
 
 
 def moe_forward(original, layer, x: Tensor, topk_output, moe_runner_config) -> Tensor:
-    """Routed experts with the clamped SwiGLU; anything else goes to the host's own loop."""
+    """Routed experts with the clamped SwiGLU, unrounded (fp32); anything else goes to the host's own loop."""
     limit = moe_runner_config.swiglu_limit
     if x.device.type != "cpu" or not limit:
         return original(layer, x, topk_output, moe_runner_config)
@@ -84,14 +84,31 @@ def moe_forward(original, layer, x: Tensor, topk_output, moe_runner_config) -> T
             f"activation={moe_runner_config.activation!r}"
         )
     weights, experts, _ = topk_output
+    # The published code weights an expert, routed scale included, before its down projection and sums experts in
+    # fp32. The host scales the sum afterwards, so it is handed over unscaled.
+    scale = moe_runner_config.routed_scaling_factor or 1.0
+    weights = weights.float() * scale
     out = torch.zeros(x.shape, dtype=torch.float32)
     for expert in range(layer.num_experts):
         rows, choice = (experts == expert).nonzero(as_tuple=True)
         if rows.numel():
             hidden = _clamped_swiglu(functional.linear(x[rows], layer.w13_weight[expert]), limit)
-            part = functional.linear(hidden.to(x.dtype), layer.w2_weight[expert])
-            out.index_add_(0, rows, part.float() * weights[rows, choice, None].float())
-    return out.to(x.dtype)
+            hidden = (hidden * weights[rows, choice, None]).to(x.dtype)
+            out.index_add_(0, rows, functional.linear(hidden, layer.w2_weight[expert]).float())
+    return out / scale
+
+
+def merge_experts(original, experts, routed: Tensor, shared: Tensor | None, routed_scaling_factor: float) -> Tensor:
+    """Round the sum of routed (fp32 from `moe_forward`) and shared experts once, as the published code does."""
+    merged = original(experts, routed, shared, routed_scaling_factor)
+    return merged.bfloat16() if merged.device.type == "cpu" and merged.dtype == torch.float32 else merged
+
+
+def gate_forward(original, self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    """Router logits in fp32, as on CUDA and in the published code; the host's CPU form rounds them to bf16."""
+    if hidden_states.device.type != "cpu":
+        return original(self, hidden_states, *args, **kwargs)
+    return functional.linear(hidden_states.float(), self.weight.float())
 
 
 def keep_config(model_config, load_config, tp_size: int):

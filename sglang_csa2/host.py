@@ -141,6 +141,16 @@ HOST_SYMBOLS = (
         "layer, x, topk_output, moe_runner_config",
     ),
     HostSymbol(
+        "sglang.srt.layers.quantization.mxfp4_flashinfer_trtllm_moe:maybe_fuse_routed_scale_and_shared_add",
+        "hooked on CPU",
+        "experts, routed, shared, routed_scaling_factor",
+    ),
+    HostSymbol(
+        "sglang.srt.models.deepseek_v2:MoEGate.forward",
+        "hooked on CPU",
+        "self, hidden_states, gemm_output_zero_allocator, forward_batch",
+    ),
+    HostSymbol(
         "sglang.srt.layers.rotary_embedding.factory:get_rope_wrapper",
         "hooked on CPU",
         "head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor, "

@@ -90,7 +90,7 @@ class Csa2Metadata:
 
     requests: int64 [rows] request slot of each row. positions: int64 [rows].
     swa_out_slots: int64 [rows] where each row's window KV is written.
-    swa_slots: int64 [rows, window] the SWA slots each row attends to, ascending in position, -1 for none.
+    swa_slots: int64 [rows, window] the SWA slots each row attends to, ascending in position, -1 padded.
     groups: the rectangles. ratios: per compress ratio of the model.
     longest: positions of the batch's longest request (a host number).
     """
@@ -183,9 +183,12 @@ def _check(request_slots: Tensor, row_counts: Sequence[int], seq_lens: Sequence[
 def _window_slots(
     tables: PageTables, requests: Tensor, positions: Tensor, window: int, floor: Tensor | None
 ) -> Tensor:
-    listed = positions[:, None] - torch.arange(window - 1, -1, -1, device=positions.device)
-    absent = listed < (0 if floor is None else floor.long()[:, None])
-    full = tables.full_slots(requests[:, None], listed.clamp(min=0))
+    first = (positions - window + 1).clamp(min=0)
+    if floor is not None:
+        first = torch.maximum(first, floor.long())
+    listed = first[:, None] + torch.arange(window, device=positions.device)
+    absent = listed > positions[:, None]
+    full = tables.full_slots(requests[:, None], listed.masked_fill(absent, 0))
     return tables.full_to_swa[full].long().masked_fill(absent, -1)
 
 

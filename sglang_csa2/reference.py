@@ -188,6 +188,6 @@ def sparse_attention(
 
 
 def window_indices(positions: Tensor, window: int, *, first: int = 0) -> Tensor:
-    """Positions in each query's window, itself included, ascending, -1 below `first` (spec 2.3). -> [n, window]."""
-    listed = positions[:, None] - torch.arange(window - 1, -1, -1)
-    return listed.masked_fill(listed < first, -1)
+    """Positions in each query's window, itself included, ascending, none below `first`, -1 padded (spec 2.3)."""
+    listed = (positions - window + 1).clamp(min=first)[:, None] + torch.arange(window)
+    return listed.masked_fill(listed > positions[:, None], -1)
