@@ -1,24 +1,54 @@
-"""Write a tiny DeepSeek-V4.1 checkpoint: config, tokenizer and random weights by a fixed recipe.
+"""Write a tiny DeepSeek-V4.1 checkpoint: random weights by a fixed recipe, and a tokenizer.
 
     python scripts/make_tiny_checkpoint.py configs/tiny-dsv41 [--seed 11]
 
 The folder holds `config.json` and `tensors.json` (name -> shape, dtype); `model.safetensors` and the tokenizer
-files are written beside them. The recipe is that of the golden values, so their expected outputs apply: the same
-bytes on every machine.
+files are written beside them. The weights follow the recipe of the golden values, so their expected outputs apply:
+the same bytes on every machine.
+
+The tokenizer is byte-level BPE below 1,024 ids: the special tokens of DeepSeek's chat encoder, the 256 bytes, and
+merges of letter pairs. Every id decodes to text, so a random network's output can be printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import string
 import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 GOLDEN_SEED = 11
+VOCAB_SIZE = 1024
+# The first three are the config's bos, eos and pad ids. The rest is what DeepSeek's chat encoder looks up.
+SPECIAL_TOKENS = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜▁pad▁｜>",
+    "<think>",
+    "</think>",
+    "<｜System｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜latest_reminder｜>",
+    "｜DSML｜",
+    "<｜image｜>",
+    "<｜ref｜>",
+    "<｜/ref｜>",
+    "<｜box｜>",
+    "<｜/box｜>",
+    "<｜point｜>",
+    "<｜/point｜>",
+    "<｜polygon｜>",
+    "<｜/polygon｜>",
+)
+SPACE = "Ġ"  # how byte-level BPE spells a space
 
 
 def make_tensor(name: str, shape: list[int], dtype: str, seed: int) -> torch.Tensor:
@@ -38,12 +68,43 @@ def make_tensor(name: str, shape: list[int], dtype: str, seed: int) -> torch.Ten
     return draw.to(getattr(torch, dtype))
 
 
-def write_weights(folder: Path, seed: int) -> Path:
+def write_weights(folder: Path, seed: int = GOLDEN_SEED) -> Path:
+    """Write `model.safetensors` from the folder's `tensors.json`."""
     tensors = json.loads((folder / "tensors.json").read_text())
     path = folder / "model.safetensors"
     weights = {name: make_tensor(name, shape, dtype, seed) for name, (shape, dtype) in tensors.items()}
     save_file(weights, path, metadata={"format": "pt"})
     return path
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIAL_TOKENS, *alphabet]
+    pairs = itertools.chain(
+        itertools.product(string.ascii_lowercase, repeat=2),
+        itertools.product(SPACE, string.ascii_letters),
+        itertools.product(string.digits, repeat=2),
+    )
+    merges = list(itertools.islice(pairs, VOCAB_SIZE - len(tokens)))
+    tokens += [left + right for left, right in merges]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    bos, eos, pad = SPECIAL_TOKENS[:3]
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": pad,
+        "model_max_length": 1 << 20,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(settings, indent=1, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -52,7 +113,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=GOLDEN_SEED)
     arguments = parser.parse_args()
     path = write_weights(arguments.folder, arguments.seed)
-    print(f"wrote {path} ({path.stat().st_size >> 20} MiB)")
+    write_tokenizer(arguments.folder)
+    print(f"wrote {path} ({path.stat().st_size >> 20} MiB) and a tokenizer of {VOCAB_SIZE} ids")
 
 
 if __name__ == "__main__":
