@@ -1,0 +1,101 @@
+"""Gather records by slot and dequantize them into a bf16 workspace on CUDA.
+
+    gather_swa_kv(cache uint8 [slots, 528], slots int [n], out bf16 [n, 512] | None)  -> bf16 [n, 512]
+    gather_main_kv(cache uint8 [slots, 288], slots int [n], out bf16 [n, 512] | None) -> bf16 [n, 512]
+
+Exact: a decoded value fits bf16. A negative slot reads nothing and gives zeros; every row of `out` is written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_csa2.kernels.triton_records import (
+    INT_TYPES,
+    UNSHIFT,
+    check_rows,
+    decode_e2m1_pairs,
+    decode_e4m3_pairs,
+    e4m3_multiplier,
+    nvfp4_multiplier,
+    uses_inline_ptx,
+)
+from sglang_csa2.layout import MAIN_KV, SWA_KV
+
+_BLOCK_ROWS = 8
+
+
+@triton.jit
+def load_swa_tile(cache_ptr, slots, present, PTX: tl.constexpr):
+    """Records of int64 slots [n] where `present` -> even dims, odd dims, bf16 [n, 256] each, over UNSHIFT."""
+    record = (cache_ptr + slots * 528)[:, None, None]
+    group = tl.arange(0, 16)[None, :, None]
+    pair = group * 16 + tl.arange(0, 16)[None, None, :]
+    here = present[:, None, None]
+    pairs = tl.load(record.to(tl.pointer_type(tl.int16)) + pair, mask=here, other=0)
+    scale = tl.load(record + 512 + group, mask=here, other=0)
+    even, odd = decode_e4m3_pairs(pairs, e4m3_multiplier(scale.to(tl.int32)), PTX)
+    return tl.reshape(even, (slots.shape[0], 256)), tl.reshape(odd, (slots.shape[0], 256))
+
+
+@triton.jit
+def load_main_tile(cache_ptr, slots, present, PTX: tl.constexpr):
+    """Records of int64 slots [n] where `present` -> even dims, odd dims, bf16 [n, 256] each, over UNSHIFT."""
+    record = (cache_ptr + slots * 288)[:, None, None]
+    group = tl.arange(0, 32)[None, :, None]
+    pair = group * 8 + tl.arange(0, 8)[None, None, :]
+    here = present[:, None, None]
+    pairs = tl.load(record + pair, mask=here, other=0)
+    scale = tl.load(record + 256 + group, mask=here, other=0)
+    even, odd = decode_e2m1_pairs(pairs, nvfp4_multiplier(scale.to(tl.int32)), PTX)
+    return tl.reshape(even, (slots.shape[0], 256)), tl.reshape(odd, (slots.shape[0], 256))
+
+
+@triton.jit
+def _gather_kernel(
+    cache_ptr,  # uint8 [slots, 528 or 288]
+    slots_ptr,  # int [n]
+    out_ptr,  # bf16 [n, 512]
+    rows,
+    IS_SWA: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    in_range = row < rows
+    slots = tl.load(slots_ptr + row, mask=in_range, other=-1).to(tl.int64)
+    if IS_SWA:
+        even, odd = load_swa_tile(cache_ptr, slots, slots >= 0, PTX)
+    else:
+        even, odd = load_main_tile(cache_ptr, slots, slots >= 0, PTX)
+    values = tl.interleave(even.to(tl.float32) * UNSHIFT, odd.to(tl.float32) * UNSHIFT).to(tl.bfloat16)
+    dim = tl.arange(0, 512)
+    tl.store(out_ptr + row[:, None] * 512 + dim[None, :], values, mask=in_range[:, None])
+
+
+def gather_swa_kv(cache: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gather(cache, slots, out, SWA_KV.bytes, is_swa=True)
+
+
+def gather_main_kv(cache: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
+    return _gather(cache, slots, out, MAIN_KV.bytes, is_swa=False)
+
+
+def _gather(cache: Tensor, slots: Tensor, out: Tensor | None, record_bytes: int, *, is_swa: bool) -> Tensor:
+    check_rows("cache", cache, (None, record_bytes), (torch.uint8,))
+    check_rows("slots", slots, (None,), INT_TYPES)
+    rows = slots.shape[0]
+    if out is None:
+        out = torch.empty(rows, SWA_KV.dims, dtype=torch.bfloat16, device=cache.device)
+    check_rows("out", out, (rows, SWA_KV.dims), (torch.bfloat16,))
+    if not (cache.is_contiguous() and out.is_contiguous()):
+        raise ValueError(
+            f"cache and out must be contiguous, got strides {cache.stride()} and {out.stride()}: pass whole buffers"
+        )
+    if rows:
+        grid = (triton.cdiv(rows, _BLOCK_ROWS),)
+        _gather_kernel[grid](cache, slots, out, rows, IS_SWA=is_swa, BLOCK=_BLOCK_ROWS, PTX=uses_inline_ptx())
+    return out

@@ -1,0 +1,429 @@
+"""Index scores on CUDA: sum over heads of relu(q . k) w, over paged index K (spec 2.6).
+
+    index_scores(q bf16 [n, heads, 128], weights bf16 [n, heads], cache uint8 [pages, 64 * 68],
+                 req_to_token int [requests, context], requests int [n], visible int [n], ratio, width)
+        -> Scores(logits fp32 [n, width], block_max fp32 [n, width / 8], tile_max fp32 [n, width / 64])
+    index_scores_prefill(same, requests int [1])  many rows of one request -> Scores, or without the maxima
+    index_scores_candidates(..., blocks int32 [n, b]) -> fp32 [n, b * 8]   only the entries of these blocks
+
+Row i scores its entries 0 .. visible[i] - 1 of request `requests[i]`. Nothing is read or written past them (work
+follows `visible` on the device, not `width`), except that a maximum which covers at least one visible entry is
+written, over its visible entries. The candidate form writes its whole output: -inf where a block is -1 or an
+entry is not visible.
+
+Entry j lives in slot `req_to_token[request, j * ratio] // ratio`, and the entries of one 256-token page are
+adjacent, so a page is looked up once per tile. q holds values on the FP4 grid.
+
+Roundings: products of FP4-grid values are exact in bf16 operands and accumulate in fp32; relu, the weight
+and the sum over heads stay in fp32. The published code rounds each product, each weighted product and the sum to bf16;
+the scores here are those before these roundings, so that selections differ from it where its bf16 values tie.
+
+A program decodes a tile of keys once: into registers, as even and odd dims, then through shared memory into
+tensor-core dots against the row's heads, keys along M. Decode programs walk the tiles of a row with a stride and
+fetch the next tile's bytes before they work on the current ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_csa2.kernels.triton_records import (
+    INT_TYPES,
+    UNSHIFT,
+    check_rows,
+    decode_e2m1_pairs,
+    e2m1_multiplier,
+    uses_inline_ptx,
+)
+from sglang_csa2.layout import INDEX_K, INDEX_PAGE_BYTES, INDEX_PAGE_SCALE_OFFSET, INDEX_PAGE_SLOTS, PAGE_TOKENS
+
+BLOCK_ENTRIES = 8
+TILE_ENTRIES = 64
+
+# Programs that a decode launch aims for: several per multiprocessor, so that loads overlap.
+_DECODE_PROGRAMS = 132 * 12
+_DECODE_TILE = {"BLOCK_N": 128, "num_warps": 4}
+_CANDIDATE_TILE = {"BLOCK_N": 128, "num_warps": 4}
+_PREFILL_TILE = {"BLOCK_N": 128, "BLOCK_ROWS": 32, "num_warps": 4, "num_stages": 3}
+
+
+class Scores(NamedTuple):
+    """logits fp32 [n, width]; block_max fp32 [n, width / 8] and tile_max fp32 [n, width / 64], or None."""
+
+    logits: Tensor
+    block_max: Tensor | None
+    tile_max: Tensor | None
+
+
+@triton.jit
+def _load_q(q_ptr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, PARITY: tl.constexpr):
+    """A row's even or odd dims: bf16 [64, HEADS_PAD], zero for padding heads."""
+    head = tl.arange(0, HEADS_PAD)[None, :]
+    return tl.load(q_ptr + head * 128 + 2 * tl.arange(0, 64)[:, None] + PARITY, mask=head < HEADS, other=0.0)
+
+
+@triton.jit
+def _load_keys(cache_ptr, slots, present, page_stride):
+    """Packed keys of int64 slots [n]: uint8 [n, 4, 16] data and int32 [n] of four scale bytes."""
+    page = cache_ptr + (slots // 64) * page_stride
+    offset = slots % 64
+    byte = tl.arange(0, 4)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    data = tl.load((page + offset * 64)[:, None, None] + byte, mask=present[:, None, None], other=0)
+    scales = tl.load((page + 4096 + offset * 4).to(tl.pointer_type(tl.int32)), mask=present, other=0)
+    return data, scales
+
+
+@triton.jit
+def _decode_keys(data, scales, PTX: tl.constexpr):
+    """-> even dims, odd dims, bf16 [n, 64] each, over UNSHIFT."""
+    count: tl.constexpr = data.shape[0]
+    scale = (scales[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 0xFF
+    even, odd = decode_e2m1_pairs(data, e2m1_multiplier(scale)[:, :, None], PTX)
+    return tl.reshape(even, (count, 64)), tl.reshape(odd, (count, 64))
+
+
+@triton.jit
+def _score(even, odd, q_even, q_odd, weights):
+    """Keys bf16 [n, 64] twice, q bf16 [64, heads] twice, weights fp32 [heads] -> fp32 [n]."""
+    products = tl.dot(odd, q_odd, tl.dot(even, q_even))
+    return tl.sum(tl.maximum(products, 0.0) * weights[None, :], axis=1) * UNSHIFT
+
+
+@triton.jit
+def _store_scores(
+    scores, first, visible, logits_ptr, block_max_ptr, tile_max_ptr, MAXIMA: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    entry = first + tl.arange(0, BLOCK_N)
+    tl.store(logits_ptr + entry, scores, mask=entry < visible)
+    if MAXIMA:
+        scores = tl.where(entry < visible, scores, float("-inf"))
+        block = first // 8 + tl.arange(0, BLOCK_N // 8)
+        block_max = tl.max(tl.reshape(scores, (BLOCK_N // 8, 8)), axis=1)
+        tl.store(block_max_ptr + block, block_max, mask=block * 8 < visible)
+        tile = first // 64 + tl.arange(0, BLOCK_N // 64)
+        tile_max = tl.max(tl.reshape(block_max, (BLOCK_N // 64, 8)), axis=1)
+        tl.store(tile_max_ptr + tile, tile_max, mask=tile * 64 < visible)
+
+
+@triton.jit
+def _tile_slot(req_to_token_row, tile, tiles, RATIO: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Slot of a tile's first entry, int64; 0 past the last tile."""
+    token = tl.load(req_to_token_row + tile.to(tl.int64) * (BLOCK_N * RATIO), mask=tile < tiles, other=0)
+    return token.to(tl.int64) // RATIO
+
+
+@triton.jit
+def _index_scores_kernel(
+    q_ptr,  # bf16 [n, HEADS, 128] contiguous
+    weights_ptr,  # bf16 [n, HEADS] contiguous
+    cache_ptr,  # uint8 [pages, 64 * 64 data | 64 * 4 scales], row stride `page_stride`
+    req_to_token_ptr,  # int [requests, context], row stride `request_stride`
+    requests_ptr,  # int [n]
+    visible_ptr,  # int [n]
+    logits_ptr,  # fp32 [n, width]
+    block_max_ptr,  # fp32 [n, width / 8]
+    tile_max_ptr,  # fp32 [n, width / 64]
+    page_stride,
+    request_stride,
+    width,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    step = tl.num_programs(0)
+    visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
+    tiles = tl.cdiv(visible, BLOCK_N)
+    if tile < tiles:
+        req_to_token_row = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
+        head = tl.arange(0, HEADS_PAD)
+        weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
+        q_even = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD, 0)
+        q_odd = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD, 1)
+        logits_row = logits_ptr + row * width
+        block_max_row = block_max_ptr + row * (width // 8)
+        tile_max_row = tile_max_ptr + row * (width // 64)
+        lane = tl.arange(0, BLOCK_N)
+        slot = _tile_slot(req_to_token_row, tile, tiles, RATIO, BLOCK_N)
+        data, scales = _load_keys(cache_ptr, slot + lane, tile * BLOCK_N + lane < visible, page_stride)
+        slot = _tile_slot(req_to_token_row, tile + step, tiles, RATIO, BLOCK_N)
+        while tile < tiles:
+            ahead = (tile + step) * BLOCK_N + lane < visible
+            next_data, next_scales = _load_keys(cache_ptr, slot + lane, ahead, page_stride)
+            slot = _tile_slot(req_to_token_row, tile + 2 * step, tiles, RATIO, BLOCK_N)
+            even, odd = _decode_keys(data, scales, PTX)
+            scores = _score(even, odd, q_even, q_odd, weights)
+            _store_scores(scores, tile * BLOCK_N, visible, logits_row, block_max_row, tile_max_row, True, BLOCK_N)
+            data, scales = next_data, next_scales
+            tile += step
+
+
+@triton.jit
+def _index_scores_candidates_kernel(
+    q_ptr,  # bf16 [n, HEADS, 128] contiguous
+    weights_ptr,  # bf16 [n, HEADS] contiguous
+    cache_ptr,  # uint8 [pages, 64 * 64 data | 64 * 4 scales], row stride `page_stride`
+    req_to_token_ptr,  # int [requests, context], row stride `request_stride`
+    requests_ptr,  # int [n]
+    visible_ptr,  # int [n]
+    blocks_ptr,  # int32 [n, num_blocks]
+    logits_ptr,  # fp32 [n, num_blocks * 8]
+    page_stride,
+    request_stride,
+    num_blocks,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    visible = tl.load(visible_ptr + row).to(tl.int32)
+    listed = column < num_blocks * 8
+    block = tl.load(blocks_ptr + row * num_blocks + column // 8, mask=listed, other=-1)
+    entry = block * 8 + column % 8
+    present = (block >= 0) & (entry < visible)
+    out = logits_ptr + row * (num_blocks * 8) + column
+    if tl.max(present.to(tl.int32), axis=0) > 0:
+        req_to_token_row = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
+        token = tl.load(req_to_token_row + entry.to(tl.int64) * RATIO, mask=present, other=0)
+        data, scales = _load_keys(cache_ptr, token.to(tl.int64) // RATIO, present, page_stride)
+        head = tl.arange(0, HEADS_PAD)
+        weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
+        q_even = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD, 0)
+        q_odd = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD, 1)
+        even, odd = _decode_keys(data, scales, PTX)
+        scores = _score(even, odd, q_even, q_odd, weights)
+        tl.store(out, tl.where(present, scores, float("-inf")), mask=listed)
+    else:
+        tl.store(out, tl.full((BLOCK_N,), float("-inf"), tl.float32), mask=listed)
+
+
+@triton.jit
+def _index_scores_prefill_kernel(
+    q_ptr,  # bf16 [n, 2, 64, HEADS_PAD] contiguous: even dims, then odd dims, zero for padding heads
+    weights_ptr,  # bf16 [n, HEADS] contiguous
+    cache_ptr,  # uint8 [pages, 64 * 64 data | 64 * 4 scales], row stride `page_stride`
+    req_to_token_ptr,  # int [requests, context], row stride `request_stride`
+    request_ptr,  # int [1]
+    visible_ptr,  # int [n]
+    logits_ptr,  # fp32 [n, width]
+    block_max_ptr,  # fp32 [n, width / 8], or unused
+    tile_max_ptr,  # fp32 [n, width / 64], or unused
+    page_stride,
+    request_stride,
+    width,
+    rows,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    first_row = tl.program_id(1) * BLOCK_ROWS
+    last_row = tl.minimum(first_row + BLOCK_ROWS, rows)
+    first = tl.program_id(0) * BLOCK_N
+    member = first_row + tl.arange(0, BLOCK_ROWS)
+    longest = tl.max(tl.load(visible_ptr + member, mask=member < rows, other=0).to(tl.int32), axis=0)
+    longest = tl.minimum(longest, width)
+    if first < longest:
+        lane = tl.arange(0, BLOCK_N)
+        req_to_token_row = req_to_token_ptr + tl.load(request_ptr).to(tl.int64) * request_stride
+        slot = _tile_slot(req_to_token_row, tl.program_id(0), tl.program_id(0) + 1, RATIO, BLOCK_N)
+        data, scales = _load_keys(cache_ptr, slot + lane, first + lane < longest, page_stride)
+        even, odd = _decode_keys(data, scales, PTX)
+        head = tl.arange(0, HEADS_PAD)
+        q_tile = tl.arange(0, 64)[:, None] * HEADS_PAD + head[None, :]
+        for index in tl.range(first_row, last_row):
+            row = index.to(tl.int64)
+            q_row = q_ptr + row * (128 * HEADS_PAD)
+            q_even = tl.load(q_row + q_tile)
+            q_odd = tl.load(q_row + 64 * HEADS_PAD + q_tile)
+            weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
+            visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
+            scores = _score(even, odd, q_even, q_odd, weights)
+            _store_scores(
+                scores,
+                first,
+                visible,
+                logits_ptr + row * width,
+                block_max_ptr + row * (width // 8),
+                tile_max_ptr + row * (width // 64),
+                MAXIMA,
+                BLOCK_N,
+            )
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    req_to_token: Tensor,
+    requests: Tensor,
+    visible: Tensor,
+    ratio: int,
+    width: int,
+) -> Scores:
+    rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
+    check_rows("requests", requests, (rows,), INT_TYPES)
+    scores = _room(rows, width, q.device, maxima=True)
+    tiles = triton.cdiv(width, _DECODE_TILE["BLOCK_N"])
+    if rows and tiles:
+        programs = min(tiles, max(1, triton.cdiv(_DECODE_PROGRAMS, rows)))
+        _index_scores_kernel[(programs, rows)](
+            q,
+            weights,
+            cache,
+            req_to_token,
+            requests,
+            visible,
+            *scores,
+            cache.stride(0),
+            req_to_token.stride(0),
+            width,
+            HEADS=heads,
+            HEADS_PAD=_padded(heads),
+            RATIO=ratio,
+            PTX=uses_inline_ptx(),
+            **_DECODE_TILE,
+        )
+    return scores
+
+
+def index_scores_candidates(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    req_to_token: Tensor,
+    requests: Tensor,
+    visible: Tensor,
+    ratio: int,
+    blocks: Tensor,
+) -> Tensor:
+    rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
+    check_rows("requests", requests, (rows,), INT_TYPES)
+    check_rows("blocks", blocks, (rows, None), (torch.int32,))
+    if not blocks.is_contiguous():
+        raise ValueError(f"blocks must be contiguous, got strides {blocks.stride()}: copy them first")
+    num_blocks = blocks.shape[1]
+    logits = torch.empty(rows, num_blocks * BLOCK_ENTRIES, dtype=torch.float32, device=q.device)
+    if logits.numel():
+        grid = (triton.cdiv(logits.shape[1], _CANDIDATE_TILE["BLOCK_N"]), rows)
+        _index_scores_candidates_kernel[grid](
+            q,
+            weights,
+            cache,
+            req_to_token,
+            requests,
+            visible,
+            blocks,
+            logits,
+            cache.stride(0),
+            req_to_token.stride(0),
+            num_blocks,
+            HEADS=heads,
+            HEADS_PAD=_padded(heads),
+            RATIO=ratio,
+            PTX=uses_inline_ptx(),
+            **_CANDIDATE_TILE,
+        )
+    return logits
+
+
+def index_scores_prefill(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    req_to_token: Tensor,
+    request: Tensor,
+    visible: Tensor,
+    ratio: int,
+    width: int,
+    *,
+    maxima: bool = True,
+) -> Scores:
+    rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
+    check_rows("request", request, (1,), INT_TYPES)
+    scores = _room(rows, width, q.device, maxima=maxima)
+    if rows and width:
+        grid = (triton.cdiv(width, _PREFILL_TILE["BLOCK_N"]), triton.cdiv(rows, _PREFILL_TILE["BLOCK_ROWS"]))
+        _index_scores_prefill_kernel[grid](
+            _split_q(q, _padded(heads)),
+            weights,
+            cache,
+            req_to_token,
+            request,
+            visible,
+            *(scores if maxima else (scores.logits,) * 3),
+            cache.stride(0),
+            req_to_token.stride(0),
+            width,
+            rows,
+            HEADS=heads,
+            HEADS_PAD=_padded(heads),
+            RATIO=ratio,
+            MAXIMA=maxima,
+            PTX=uses_inline_ptx(),
+            **_PREFILL_TILE,
+        )
+    return scores
+
+
+def _split_q(q: Tensor, heads_pad: int) -> Tensor:
+    """bf16 [n, heads, 128] -> contiguous [n, 2, 64, heads_pad], so that a row's tile loads in order."""
+    rows, heads, dims = q.shape
+    split = q.new_zeros(rows, 2, dims // 2, heads_pad) if heads < heads_pad else None
+    turned = q.view(rows, heads, dims // 2, 2).permute(0, 3, 2, 1)
+    if split is None:
+        return turned.contiguous()
+    split[..., :heads] = turned
+    return split
+
+
+def _padded(heads: int) -> int:
+    # 16 is the least that a tensor-core tile takes.
+    return max(16, triton.next_power_of_2(heads))
+
+
+def _room(rows: int, width: int, device: torch.device, *, maxima: bool) -> Scores:
+    if width % TILE_ENTRIES:
+        raise ValueError(f"width is {width}, not a multiple of {TILE_ENTRIES}: round it up, the excess is not touched")
+
+    def empty(columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=torch.float32, device=device)
+
+    if not maxima:
+        return Scores(empty(width), None, None)
+    return Scores(empty(width), empty(width // BLOCK_ENTRIES), empty(width // TILE_ENTRIES))
+
+
+def _check(
+    q: Tensor, weights: Tensor, cache: Tensor, req_to_token: Tensor, visible: Tensor, ratio: int
+) -> tuple[int, int]:
+    check_rows("q", q, (None, None, INDEX_K.dims), (torch.bfloat16,))
+    rows, heads, _ = q.shape
+    check_rows("weights", weights, (rows, heads), (torch.bfloat16,))
+    check_rows("cache", cache, (None, INDEX_PAGE_BYTES), (torch.uint8,))
+    check_rows("req_to_token", req_to_token, (None, None), INT_TYPES)
+    check_rows("visible", visible, (rows,), INT_TYPES)
+    if not (q.is_contiguous() and weights.is_contiguous()):
+        raise ValueError(
+            f"q and weights must be contiguous, got strides {q.stride()} and {weights.stride()}: copy them first"
+        )
+    # The kernels hold these numbers as literals.
+    if (INDEX_PAGE_SLOTS, INDEX_PAGE_SCALE_OFFSET) != (64, 4096):
+        raise ValueError(f"index pages of {INDEX_PAGE_SLOTS} slots are not served: the kernels are written for 64")
+    if ratio not in (1, 2) or PAGE_TOKENS // ratio % _DECODE_TILE["BLOCK_N"]:
+        raise ValueError(f"ratio is {ratio}: a tile of keys must lie in one page, so only 1 and 2 are served")
+    return rows, heads

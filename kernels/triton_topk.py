@@ -1,0 +1,384 @@
+"""Top-K by score, the candidate pool by block maximum, and slots of positions, on CUDA (spec 2.6, 2.7).
+
+    select_topk(scores fp32 [n, width], visible int [n], k, maxima) -> int32 [n, k]
+    select_in_blocks(scores fp32 [n, b * 8], blocks int32 [n, b], visible int [n], k) -> int32 [n, k]
+    candidate_blocks(block_max fp32 [n, blocks], tile_max fp32 [n, blocks / 8], visible int [n], topk_blocks)
+        -> int32 [n, topk_blocks]
+    compressed_slots(positions int [n, k], req_to_token, requests int [n], ratio) -> int64 [n, k]
+
+Results are ascending, unique, below `visible`, padded with -1 at the end. Ties go to the lower position and
+zeros of either sign are equal, so a row's choice depends on that row alone. A NaN score is never chosen, -inf
+may be. `candidate_blocks` always keeps the block of the newest entry, as one of `topk_blocks`. Scores and maxima
+past the visible entries are not read.
+
+A row's k best lie in its k best blocks, ranked by (maximum, lower block first): a block outside them has k
+blocks ahead of it, each with an entry that wins against all of its own. So a wide row narrows level by level,
+1M entries -> 16384 maxima of 64 -> k tiles' maxima of 8 -> k blocks' entries, each level small enough for
+registers. `maxima` are those that `triton_index_scores` leaves behind.
+
+One program per row: its keys (fp32 in an order-preserving integer form) stay in registers; the k-th largest is
+found two bits at a time by counting; a prefix sum gives each kept entry its place. Levels of one row run in one
+program.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_csa2.kernels.triton_records import INT_TYPES, check_rows
+
+# What one program keeps in registers: 16 keys for each of 1024 threads.
+MAX_KEYS = 16384
+BLOCK_ENTRIES = 8
+TILE_BLOCKS = 8
+
+
+@triton.jit
+def _ordered(scores, allowed):
+    """fp32 -> int32 that orders alike; the least integer where not allowed or NaN, which no score maps to."""
+    # Adding zero makes -0 and +0 the same key.
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(allowed & (scores == scores), key, -2147483648)
+
+
+@triton.jit
+def _add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def _places(keys, k):
+    """keys int32 [N] -> place of each kept key in the result, int32 [N], -1 where not kept; and their number."""
+    # The threshold is built from the top bit down in unsigned order; flipping the top bit compares it signed.
+    threshold = tl.full((), 0, tl.uint32)
+    for step in range(16):
+        shift = 30 - 2 * step
+        one = (threshold | (tl.full((), 1, tl.uint32) << shift)) ^ 0x80000000
+        two = (threshold | (tl.full((), 2, tl.uint32) << shift)) ^ 0x80000000
+        three = (threshold | (tl.full((), 3, tl.uint32) << shift)) ^ 0x80000000
+        at_one, at_two, at_three = tl.reduce(
+            (
+                (keys >= one.to(tl.int32, bitcast=True)).to(tl.int32),
+                (keys >= two.to(tl.int32, bitcast=True)).to(tl.int32),
+                (keys >= three.to(tl.int32, bitcast=True)).to(tl.int32),
+            ),
+            0,
+            _add3,
+        )
+        digit = (at_one >= k).to(tl.uint32) + (at_two >= k).to(tl.uint32) + (at_three >= k).to(tl.uint32)
+        threshold = threshold | (digit << shift)
+    limit = (threshold ^ 0x80000000).to(tl.int32, bitcast=True)
+    above = keys > limit
+    tied = (keys == limit) & (keys != -2147483648)
+    room = k - tl.sum(above.to(tl.int32), axis=0)
+    # Both counts in one scan: at most 16384 each.
+    counts = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), axis=0)
+    tied_before = counts >> 16
+    kept = above | (tied & (tied_before <= room))
+    place = (counts & 0xFFFF) + tl.minimum(tied_before, room) - 1
+    number = tl.sum(kept.to(tl.int32), axis=0)
+    return tl.where(kept, place, -1), number
+
+
+@triton.jit
+def _emit(chosen_ptr, values, places, number, k, K_PAD: tl.constexpr):
+    """Write values [N] at their places and -1 from `number` to `k`."""
+    tl.store(chosen_ptr + places, values, mask=places >= 0)
+    column = tl.arange(0, K_PAD)
+    tl.store(chosen_ptr + column, tl.full((K_PAD,), -1, tl.int32), mask=(column >= number) & (column < k))
+
+
+@triton.jit
+def _choose_all(scores_ptr, width, forced, chosen_ptr, k, N: tl.constexpr, K_PAD: tl.constexpr):
+    """The k best of a row's first `width` scores; `forced` counts as the greatest."""
+    column = tl.arange(0, N)
+    here = column < width
+    scores = tl.load(scores_ptr + column, mask=here, other=0.0)
+    keys = _ordered(tl.where(column == forced, float("inf"), scores), here)
+    # A forced block may rank among infinite maxima: it must not lose the tie.
+    keys = tl.where(here & (column == forced), 2147483647, keys)
+    places, number = _places(keys, k)
+    _emit(chosen_ptr, column, places, number, k, K_PAD)
+
+
+@triton.jit
+def _choose_children(
+    parents_ptr,
+    parents,
+    scores_ptr,
+    width,
+    forced,
+    chosen_ptr,
+    k,
+    CHILDREN: tl.constexpr,
+    COMPACT: tl.constexpr,
+    N: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    """The k best among the children of listed parents (ascending, -1 for none), `width` children in all."""
+    column = tl.arange(0, N)
+    parent = tl.load(parents_ptr + column // CHILDREN, mask=column // CHILDREN < parents, other=-1)
+    child = parent * CHILDREN + column % CHILDREN
+    here = (parent >= 0) & (child < width)
+    source = column if COMPACT else child
+    scores = tl.load(scores_ptr + source, mask=here, other=0.0)
+    keys = _ordered(scores, here)
+    keys = tl.where(here & (child == forced), 2147483647, keys)
+    places, number = _places(keys, k)
+    _emit(chosen_ptr, child, places, number, k, K_PAD)
+
+
+@triton.jit
+def _select_kernel(
+    scores_ptr,  # fp32 [n, width]; `width` is the row stride
+    visible_ptr,  # int [n]
+    chosen_ptr,  # int32 [n, k]
+    width,
+    k,
+    N: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
+    _choose_all(scores_ptr + row * width, visible, -1, chosen_ptr + row * k, k, N, K_PAD)
+
+
+@triton.jit
+def _select_wide_kernel(
+    scores_ptr,  # fp32 [n, width]
+    block_max_ptr,  # fp32 [n, width / 8]
+    tile_max_ptr,  # fp32 [n, width / 64]
+    visible_ptr,  # int [n]
+    scratch_ptr,  # int32 [n, 2, k]: chosen tiles, then chosen blocks
+    chosen_ptr,  # int32 [n, k]
+    width,
+    k,
+    TILES: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
+    tiles_ptr = scratch_ptr + row * (2 * k)
+    blocks_ptr = tiles_ptr + k
+    chosen_row = chosen_ptr + row * k
+    if visible <= CHILDREN:
+        _choose_all(scores_ptr + row * width, visible, -1, chosen_row, k, CHILDREN, K_PAD)
+    else:
+        _choose_all(tile_max_ptr + row * (width // 64), tl.cdiv(visible, 64), -1, tiles_ptr, k, TILES, K_PAD)
+        tl.debug_barrier()
+        blocks = tl.cdiv(visible, 8)
+        _choose_children(
+            tiles_ptr, k, block_max_ptr + row * (width // 8), blocks, -1, blocks_ptr, k, 8, False, CHILDREN, K_PAD
+        )
+        tl.debug_barrier()
+        _choose_children(
+            blocks_ptr, k, scores_ptr + row * width, visible, -1, chosen_row, k, 8, False, CHILDREN, K_PAD
+        )
+
+
+@triton.jit
+def _select_in_blocks_kernel(
+    scores_ptr,  # fp32 [n, num_blocks * 8]
+    blocks_ptr,  # int32 [n, num_blocks]
+    visible_ptr,  # int [n]
+    chosen_ptr,  # int32 [n, k]
+    num_blocks,
+    k,
+    N: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    visible = tl.load(visible_ptr + row).to(tl.int32)
+    scores_row = scores_ptr + row * (num_blocks * 8)
+    blocks_row = blocks_ptr + row * num_blocks
+    _choose_children(blocks_row, num_blocks, scores_row, visible, -1, chosen_ptr + row * k, k, 8, True, N, K_PAD)
+
+
+@triton.jit
+def _candidate_blocks_kernel(
+    block_max_ptr,  # fp32 [n, blocks]
+    tile_max_ptr,  # fp32 [n, blocks / 8]
+    visible_ptr,  # int [n]
+    scratch_ptr,  # int32 [n, k]: chosen tiles
+    chosen_ptr,  # int32 [n, k]
+    blocks,
+    k,
+    TILES: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    seen = tl.minimum(tl.cdiv(tl.load(visible_ptr + row).to(tl.int32), 8), blocks)
+    newest = seen - 1
+    maxima = block_max_ptr + row * blocks
+    chosen_row = chosen_ptr + row * k
+    if seen <= CHILDREN:
+        _choose_all(maxima, seen, newest, chosen_row, k, CHILDREN, K_PAD)
+    else:
+        tiles_ptr = scratch_ptr + row * k
+        _choose_all(tile_max_ptr + row * (blocks // 8), tl.cdiv(seen, 8), newest // 8, tiles_ptr, k, TILES, K_PAD)
+        tl.debug_barrier()
+        _choose_children(tiles_ptr, k, maxima, seen, newest, chosen_row, k, 8, False, CHILDREN, K_PAD)
+
+
+@triton.jit
+def _compressed_slots_kernel(
+    positions_ptr,  # int [n, k], row stride `positions_row`
+    req_to_token_ptr,  # int [requests, context], row stride `request_stride`
+    requests_ptr,  # int [n]
+    slots_ptr,  # int64 [n, k]
+    positions_row,
+    request_stride,
+    k,
+    RATIO: tl.constexpr,
+    K_PAD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, K_PAD)
+    position = tl.load(positions_ptr + row * positions_row + column, mask=column < k, other=-1).to(tl.int64)
+    tokens = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
+    token = tl.load(tokens + position * RATIO, mask=position >= 0, other=0).to(tl.int64)
+    tl.store(slots_ptr + row * k + column, tl.where(position >= 0, token // RATIO, -1), mask=column < k)
+
+
+def select_topk(
+    scores: Tensor, visible: Tensor, k: int, *, block_max: Tensor | None = None, tile_max: Tensor | None = None
+) -> Tensor:
+    """The maxima are needed where `scores` is wider than MAX_KEYS, and then `k` is at most MAX_KEYS / 8."""
+    rows, width = _check_rows("scores", scores, visible, k)
+    chosen = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if not rows:
+        return chosen
+    k_pad = triton.next_power_of_2(k)
+    if width <= MAX_KEYS:
+        keys = max(128, triton.next_power_of_2(width))
+        _select_kernel[(rows,)](scores, visible, chosen, width, k, N=keys, K_PAD=k_pad, num_warps=_warps(keys))
+        return chosen
+    _check_levels(width // BLOCK_ENTRIES, block_max, tile_max, rows, k)
+    scratch = torch.empty(rows, 2, k, dtype=torch.int32, device=scores.device)
+    tiles = triton.next_power_of_2(width // BLOCK_ENTRIES // TILE_BLOCKS)
+    children = k_pad * TILE_BLOCKS
+    _select_wide_kernel[(rows,)](
+        scores,
+        block_max,
+        tile_max,
+        visible,
+        scratch,
+        chosen,
+        width,
+        k,
+        TILES=tiles,
+        CHILDREN=children,
+        K_PAD=k_pad,
+        num_warps=_warps(max(tiles, children)),
+    )
+    return chosen
+
+
+def select_in_blocks(scores: Tensor, blocks: Tensor, visible: Tensor, k: int) -> Tensor:
+    rows, width = _check_rows("scores", scores, visible, k)
+    check_rows("blocks", blocks, (rows, width // BLOCK_ENTRIES), (torch.int32,))
+    if not blocks.is_contiguous():
+        raise ValueError(f"blocks must be contiguous, got strides {blocks.stride()}: copy them first")
+    if width > MAX_KEYS:
+        raise ValueError(f"a pool of {width} entries exceeds the {MAX_KEYS} that a program holds: list fewer blocks")
+    chosen = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if rows:
+        keys = max(128, triton.next_power_of_2(width))
+        _select_in_blocks_kernel[(rows,)](
+            scores,
+            blocks,
+            visible,
+            chosen,
+            blocks.shape[1],
+            k,
+            N=keys,
+            K_PAD=triton.next_power_of_2(k),
+            num_warps=_warps(keys),
+        )
+    return chosen
+
+
+def candidate_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, topk_blocks: int) -> Tensor:
+    rows, blocks = _check_rows("block_max", block_max, visible, topk_blocks)
+    _check_levels(blocks, block_max, tile_max, rows, topk_blocks)
+    chosen = torch.empty(rows, topk_blocks, dtype=torch.int32, device=block_max.device)
+    if rows:
+        k_pad = triton.next_power_of_2(topk_blocks)
+        tiles = max(128, triton.next_power_of_2(blocks // TILE_BLOCKS))
+        scratch = torch.empty_like(chosen)
+        _candidate_blocks_kernel[(rows,)](
+            block_max,
+            tile_max,
+            visible,
+            scratch,
+            chosen,
+            blocks,
+            topk_blocks,
+            TILES=tiles,
+            CHILDREN=max(128, k_pad * TILE_BLOCKS),
+            K_PAD=k_pad,
+            num_warps=_warps(max(tiles, k_pad * TILE_BLOCKS)),
+        )
+    return chosen
+
+
+def compressed_slots(positions: Tensor, req_to_token: Tensor, requests: Tensor, ratio: int) -> Tensor:
+    check_rows("positions", positions, (None, None), INT_TYPES)
+    rows, k = positions.shape
+    check_rows("req_to_token", req_to_token, (None, None), INT_TYPES)
+    check_rows("requests", requests, (rows,), INT_TYPES)
+    slots = torch.empty(rows, k, dtype=torch.int64, device=positions.device)
+    if slots.numel():
+        _compressed_slots_kernel[(rows,)](
+            positions,
+            req_to_token,
+            requests,
+            slots,
+            positions.stride(0),
+            req_to_token.stride(0),
+            k,
+            RATIO=ratio,
+            K_PAD=triton.next_power_of_2(k),
+            num_warps=4,
+        )
+    return slots
+
+
+def _warps(keys: int) -> int:
+    """16 keys per thread, within a program's limits."""
+    return min(32, max(4, keys // 512))
+
+
+def _check_rows(name: str, scores: Tensor, visible: Tensor, k: int) -> tuple[int, int]:
+    check_rows(name, scores, (None, None), (torch.float32,))
+    check_rows("visible", visible, (scores.shape[0],), INT_TYPES)
+    if not scores.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {scores.stride()}: copy it first")
+    if k < 1:
+        raise ValueError(f"k is {k}: choose at least one")
+    return scores.shape
+
+
+def _check_levels(blocks: int, block_max: Tensor | None, tile_max: Tensor | None, rows: int, k: int) -> None:
+    if block_max is None or tile_max is None:
+        raise ValueError(
+            f"{blocks * BLOCK_ENTRIES} entries exceed the {MAX_KEYS} that a program holds: pass block_max and "
+            "tile_max, which index_scores returns beside the logits"
+        )
+    check_rows("block_max", block_max, (rows, blocks), (torch.float32,))
+    check_rows("tile_max", tile_max, (rows, blocks // TILE_BLOCKS), (torch.float32,))
+    if not (block_max.is_contiguous() and tile_max.is_contiguous()):
+        raise ValueError(
+            f"maxima must be contiguous, got strides {block_max.stride()} and {tile_max.stride()}: copy them first"
+        )
+    if blocks > MAX_KEYS * TILE_BLOCKS or k * TILE_BLOCKS > MAX_KEYS:
+        raise ValueError(
+            f"{blocks} blocks or k = {k} is too many: at most {MAX_KEYS * TILE_BLOCKS} blocks and k = "
+            f"{MAX_KEYS // TILE_BLOCKS}; split the context or choose fewer"
+        )
