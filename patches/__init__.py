@@ -17,6 +17,8 @@ Each entry says what it changes, why, and when it can go. `install` applies them
 | (CPU) moe_forward_native                  | ignores swiglu_limit                                      | it is honoured upstream  |
 | (CPU) maybe_fuse_routed_scale_and_shared_add | rounds the experts' sum twice                          | experts sum in fp32      |
 | (CPU) MoEGate.forward                     | rounds router logits to bf16, unlike CUDA                 | fp32 there too           |
+| (CPU) NonCudaDecoderMixin.bind_next       | registers each layer inside the one before it, so weight  | it is no submodule       |
+|                                           | updates find no parameters                                |                          |
 | (CPU) adjust_config_with_unaligned_cpu_tp | rewrites num_key_value_heads, which this model shares     | MQA models are left out  |
 """
 
@@ -70,6 +72,12 @@ LEDGER = (
         "sglang.srt.layers.quantization.mxfp4_flashinfer_trtllm_moe.maybe_fuse_routed_scale_and_shared_add",
         HookType.AROUND,
         cpu.merge_experts,
+        True,
+    ),
+    Patch(
+        "sglang.srt.models.deepseek_v4_platform_stage.NonCudaDecoderMixin.bind_next",
+        HookType.AFTER,
+        cpu.bind_next,
         True,
     ),
     Patch("sglang.srt.models.deepseek_v2.MoEGate.forward", HookType.AROUND, cpu.gate_forward, True),

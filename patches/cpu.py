@@ -120,6 +120,15 @@ def gate_forward(original, self, hidden_states: Tensor, *args, **kwargs) -> Tens
     return functional.linear(hidden_states.float(), self.weight.float())
 
 
+def bind_next(result, self, next_layer) -> None:
+    """Keep the neighbour as a plain attribute: as a submodule it renames every parameter of the later layers, and
+    a weight update no longer finds them."""
+    del result, next_layer
+    neighbour = self._modules.pop("_next_layer", None)
+    if neighbour is not None:
+        self.__dict__["_next_layer"] = neighbour
+
+
 def keep_config(model_config, load_config, tp_size: int):
     """Leave the head counts alone: this model has one KV head by design, shared by every rank."""
     del load_config

@@ -88,9 +88,7 @@ HOST_SYMBOLS = (
     # Model and backend
     HostSymbol(f"{_MODEL}:MqaAttentionBase._kernel_num_heads", "hooked: no head padding", "self, num_tokens"),
     HostSymbol(f"{_MODEL}:MqaAttentionBase._local_attn_sink", "gives the sink per head", "self, kernel_num_heads"),
-    HostSymbol(
-        f"{_BACKEND}:LateLayerTail", "built: the rows of the late layers under decoder SWA bounded replay"
-    ),
+    HostSymbol(f"{_BACKEND}:LateLayerTail", "built: the rows of the late layers under decoder SWA bounded replay"),
     HostSymbol(f"{_BACKEND}:late_layer_whole_extend", "which requests keep a whole tail", "forward_batch, dspark"),
     HostSymbol(f"{_BACKEND}:late_layer_num_tokens", "rows of the tail", "forward_batch, dspark"),
     HostSymbol(
@@ -146,6 +144,11 @@ HOST_SYMBOLS = (
         "experts, routed, shared, routed_scaling_factor",
     ),
     HostSymbol(
+        "sglang.srt.models.deepseek_v4_platform_stage:NonCudaDecoderMixin.bind_next",
+        "hooked on CPU",
+        "self, next_layer",
+    ),
+    HostSymbol(
         "sglang.srt.models.deepseek_v2:MoEGate.forward",
         "hooked on CPU",
         "self, hidden_states, gemm_output_zero_allocator, forward_batch",
@@ -153,8 +156,7 @@ HOST_SYMBOLS = (
     HostSymbol(
         "sglang.srt.layers.rotary_embedding.factory:get_rope_wrapper",
         "hooked on CPU",
-        "head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor, "
-        "device",
+        "head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor, device",
     ),
     HostSymbol(
         "sglang.srt.configs.update_config:adjust_config_with_unaligned_cpu_tp",

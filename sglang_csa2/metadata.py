@@ -180,9 +180,7 @@ def _check(request_slots: Tensor, row_counts: Sequence[int], seq_lens: Sequence[
             raise ValueError(f"a request of length {length} cannot have {rows} rows")
 
 
-def _window_slots(
-    tables: PageTables, requests: Tensor, positions: Tensor, window: int, floor: Tensor | None
-) -> Tensor:
+def _window_slots(tables: PageTables, requests: Tensor, positions: Tensor, window: int, floor: Tensor | None) -> Tensor:
     first = (positions - window + 1).clamp(min=0)
     if floor is not None:
         first = torch.maximum(first, floor.long())

@@ -28,6 +28,7 @@ def register() -> None:
         return
     _registered = True
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
+
     # Importing `overrides` registers the stock providers, so that ours comes after them and wins.
     from sglang.srt.arg_groups.overrides import register_model_override_predicate
 

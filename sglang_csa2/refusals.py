@@ -168,25 +168,24 @@ REFUSALS = (
     ),
     Refusal(
         "prefill or attention context parallelism",
-        lambda r: ", ".join(
-            filter(
-                None,
-                (
-                    _any_flag("enable_prefill_cp", "enable_cp_decode_attn_tp", "enable_kv_cache_sharding")(r),
-                    _above_one("attn_cp_size")(r),
-                ),
+        lambda r: (
+            ", ".join(
+                filter(
+                    None,
+                    (
+                        _any_flag("enable_prefill_cp", "enable_cp_decode_attn_tp", "enable_kv_cache_sharding")(r),
+                        _above_one("attn_cp_size")(r),
+                    ),
+                )
             )
-        )
-        or None,
+            or None
+        ),
         "rows of one request would lie on several ranks, " + _NOT_YET,
         _DROP,
     ),
     Refusal(
         "DP attention",
-        lambda r: ", ".join(
-            filter(None, (_any_flag("enable_dp_attention")(r), _above_one("attn_dp_size")(r)))
-        )
-        or None,
+        lambda r: ", ".join(filter(None, (_any_flag("enable_dp_attention")(r), _above_one("attn_dp_size")(r)))) or None,
         "idle and padded ranks have not been tested, " + _NOT_YET,
         _DROP,
     ),
@@ -263,6 +262,12 @@ REFUSALS = (
         "`--enable-torch-compile` on the CPU",
         lambda r: _flag("enable_torch_compile")(r) if r.arg("device") == "cpu" else None,
         "the backend's Python runs between compiled parts and has not been tested there",
+        _DROP,
+    ),
+    Refusal(
+        "`--enable-memory-saver` on the CPU",
+        lambda r: _flag("enable_memory_saver")(r) if r.arg("device") == "cpu" else None,
+        "the saver preloads a CUDA allocator, and the scheduler process dies without one",
         _DROP,
     ),
     Refusal(

@@ -64,7 +64,9 @@ class LayerInputs:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
-        return cls(normal(n, HEADS, 512).bfloat16(), normal(n, 512).bfloat16(), normal(n, 1056), normal(n, 4096).bfloat16())
+        return cls(
+            normal(n, HEADS, 512).bfloat16(), normal(n, 512).bfloat16(), normal(n, 1056), normal(n, 4096).bfloat16()
+        )
 
     def rows(self, part: slice) -> LayerInputs:
         return LayerInputs(self.q[part], self.kv[part], self.x[part], self.q_lora[part])
@@ -172,8 +174,7 @@ class Bench:
         for start in range(-(-request.length // 256) * 256, length, 256):
             page = self._free.pop()
             self.req_to_token[request.slot, start : start + 256] = torch.arange(page * 256, (page + 1) * 256)
-        slots = self.req_to_token[request.slot, request.length : length].long()
-        return slots
+        return self.req_to_token[request.slot, request.length : length].long()
 
     def forward(self, batch: list[tuple[Request, int]], mode: str = "EXTEND", **extra) -> None:
         """One forward of `count` further rows per request; outputs are kept on the requests."""

@@ -92,7 +92,9 @@ def test_gather_index_k_reads_only_its_slots():
     table = reference.rope_table(torch.arange(4), reference.rope_frequencies(64, 10000.0, None))
     slots = torch.tensor([1, 64, 200])
     store.index_k_store(key, torch.ones(128), 1e-20, table, torch.arange(3), slots, cache)
-    expected = reference.quantize_index(reference.rotate_tail(reference.rms_norm(key, torch.ones(128), 1e-20), table[:3]))
+    expected = reference.quantize_index(
+        reference.rotate_tail(reference.rms_norm(key, torch.ones(128), 1e-20), table[:3])
+    )
     assert torch.equal(index_scores.gather_index_k(cache, slots), expected)
 
 

@@ -1,0 +1,158 @@
+"""Every row of the table of refusals, through the host's own argument resolution."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from harness import TINY, installed_host
+from served import environment, launch_arguments
+
+from sglang_csa2 import refusals
+
+# A setting for every row of the table, as a user gives it. `ARGS` go through the host's parser and resolution;
+# where the host's own checks come before ours, or the setting is not an option, the table is asked directly.
+ARGS = {
+    "csa2 for only one of prefill and decode": ["--prefill-attention-backend", "triton"],
+    "`--page-size` other than 256": ["--page-size", "128"],
+    "`--dsv4-attn-backend` other than `auto` or `flashmla`": ["--dsv4-attn-backend", "trtllm"],
+    "`--kv-cache-dtype` other than `auto` or `fp8_e4m3`": ["--kv-cache-dtype", "bfloat16"],
+    "`--dcp-size` above 1": ["--dcp-size", "2", "--tp-size", "2"],
+    "prefill or attention context parallelism": ["--enable-prefill-cp", "--tp-size", "2"],
+    "DP attention": ["--enable-dp-attention", "--attn-dp-size", "2", "--tp-size", "2"],
+    "`--enable-encoder-swa-bounded-replay`": ["--enable-encoder-swa-bounded-replay"],
+    "`--speculative-algorithm`": ["--speculative-algorithm", "DSPARK"],
+    "PD disaggregation": ["--disaggregation-mode", "prefill"],
+    "`--disaggregation-decode-retraction-backup`": ["--disaggregation-decode-retraction-backup", "cpu_tensor"],
+    "hierarchical cache and external cache connectors": ["--enable-hierarchical-cache"],
+    "unified or page-major KV memory": ["--enable-unified-memory"],
+    "`--disable-hybrid-swa-memory`": ["--disable-hybrid-swa-memory"],
+    "streaming and radix sessions": ["--enable-streaming-session"],
+    "PD multiplexing": ["--enable-pdmux"],
+    "`--kv-canary`": ["--kv-canary", "log"],
+    "`--enable-return-indexer-topk`": ["--enable-return-indexer-topk"],
+    "prefill CUDA graphs": ["--cuda-graph-backend-prefill", "breakable"],
+    "`--enable-torch-compile` on the CPU": ["--enable-torch-compile"],
+    "`--enable-memory-saver` on the CPU": ["--enable-memory-saver"],
+    "quantized weights on the CPU": ["--quantization", "fp8"],
+    "LoRA": ["--enable-lora"],
+    "`--enable-mis`": ["--enable-mis"],
+    "`--dllm-algorithm`": ["--dllm-algorithm", "LowConfidence"],
+    "`--model-impl` other than `auto` or `sglang`": ["--model-impl", "transformers"],
+    "whole-model megakernels": ["--enable-nvidia-megakernel"],
+}
+ENVIRONMENT = {
+    "a layout in `SGLANG_DSV4_KV_LAYOUT`": {"SGLANG_DSV4_KV_LAYOUT": "v4"},
+    "a layout in `SGLANG_DSV4_COMPRESSED_KV_LAYOUT`": {"SGLANG_DSV4_COMPRESSED_KV_LAYOUT": "fp8"},
+    "`SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE`": {"SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE": "1"},
+    "`SGLANG_DSV4_UNIFIED_KV_FP8`": {"SGLANG_DSV4_UNIFIED_KV_FP8": "true"},
+}
+OTHERWISE = {"another model architecture", "`--device` other than `cpu`"}
+V41 = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v41", quantization_config=None)
+PLAIN = SimpleNamespace(attention_backend="csa2", device="cpu")
+
+
+def parse(*arguments: str):
+    from sglang.srt.server_args import prepare_server_args
+
+    installed_host()
+    base = ["--model-path", str(TINY), "--device", "cpu", "--attention-backend", "csa2", "--skip-tokenizer-init"]
+    return prepare_server_args([*base, *arguments])
+
+
+def message_of(setting: str) -> str:
+    (row,) = [row for row in refusals.REFUSALS if row.setting == setting]
+    return f"{row.reason}. {row.remedy}."
+
+
+def test_every_row_has_a_test():
+    assert {row.setting for row in refusals.REFUSALS} == ARGS.keys() | ENVIRONMENT.keys() | OTHERWISE
+
+
+def test_defaults_are_served():
+    arguments = parse()
+    arguments.resolve_once()
+    refusals.check(arguments, V41, env={})
+
+
+@pytest.mark.parametrize("setting", ARGS)
+def test_refused_arguments(setting):
+    """The table speaks on the arguments as the host parses them."""
+    with pytest.raises(refusals.Refused) as error:
+        refusals.check(parse(*ARGS[setting]), V41, env={})
+    assert message_of(setting) in str(error.value)
+    assert "csa2 does not serve" in str(error.value)
+
+
+@pytest.mark.parametrize("setting", ENVIRONMENT)
+def test_refused_environment(setting):
+    with pytest.raises(refusals.Refused, match=re.escape(message_of(setting))):
+        refusals.check(PLAIN, V41, env=ENVIRONMENT[setting])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"), [("LlamaForCausalLM", "llama"), ("DeepseekV4ForCausalLM", "deepseek_v4")]
+)
+def test_other_models_are_refused(architecture, model_type):
+    config = SimpleNamespace(architectures=[architecture], model_type=model_type)
+    with pytest.raises(refusals.Refused, match="its layers are not CSA2"):
+        refusals.check(PLAIN, config, env={})
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(refusals.Refused, match="--device xpu"):
+        refusals.check(SimpleNamespace(attention_backend="csa2", device="xpu"), V41, env={})
+
+
+def test_several_refusals_are_told_at_once():
+    with pytest.raises(refusals.Refused) as error:
+        refusals.check(parse("--page-size", "128", "--enable-lora"), V41, env={"SGLANG_DSV4_KV_LAYOUT": "v41"})
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "setting", ["`--page-size` other than 256", "`--kv-cache-dtype` other than `auto` or `fp8_e4m3`"]
+)
+def test_resolution_stops_with_the_refusal(setting):
+    """The provider runs inside the host's resolution, before weights load and before the host overwrites a value."""
+    with pytest.raises(refusals.Refused, match=re.escape(message_of(setting))):
+        parse(*ARGS[setting]).resolve_once()
+
+
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [
+        ("--enable-hisparse", "does not support HiSparse"),
+        ("--enable-two-batch-overlap", "does not support two-batch overlap"),
+        ("--pp-size=2", "does not support pipeline parallelism"),
+        ("--enable-deterministic-inference", "deterministic inference, but you explicitly specified 'csa2'"),
+    ],
+)
+def test_what_the_host_refuses_stays_refused(option, what):
+    with pytest.raises(ValueError, match=what):
+        parse(option).resolve_once()
+
+
+@pytest.mark.server
+def test_the_command_line_and_the_engine_say_it(tiny_model):
+    answer = subprocess.run(
+        launch_arguments(31997, "--page-size", "64"), capture_output=True, text=True, env=environment(), timeout=300
+    )
+    assert answer.returncode != 0
+    assert answer.stderr.strip().splitlines()[-1].endswith(message_of("`--page-size` other than 256"))
+    code = "from sglang.srt.entrypoints.engine import Engine\n"
+    code += f"Engine(model_path={str(TINY)!r}, device='cpu', attention_backend='csa2', enable_lora=True)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=300
+    )
+    assert answer.returncode != 0 and message_of("LoRA") in answer.stderr
+
+
+def test_the_readme_lists_every_row():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for row in refusals.REFUSALS:
+        assert f"| {row.setting} | {row.reason} | {row.remedy} |" in readme

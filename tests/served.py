@@ -1,0 +1,127 @@
+"""Start a real server for a test and talk to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import requests
+
+REPOSITORY = Path(__file__).parents[1]
+TINY = REPOSITORY / "configs" / "tiny-dsv41"
+GOLDEN = REPOSITORY / "tests" / "golden" / "data"
+START_SECONDS = 300
+# The bounds of the golden values (tests/golden/README.md).
+CASE_BOUND, MEAN_BOUND, MARGIN = 0.12, 0.06, 0.3
+# Small pools for a small machine; context for the longest golden prompt.
+SIZES = ["--max-running-requests", "8", "--context-length", "4096", "--max-total-tokens", "16384"]
+
+
+@dataclass
+class Server:
+    """A running server: its address and its log so far."""
+
+    url: str
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def post(self, path: str, body: dict | None = None, **kwargs) -> requests.Response:
+        return requests.post(self.url + path, json=body or {}, timeout=300, **kwargs)
+
+    def generate(self, input_ids: list[int], max_new_tokens: int = 8, **extra) -> dict:
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+        response = self.post("/generate", {"input_ids": input_ids, "sampling_params": sampling, **extra})
+        response.raise_for_status()
+        return response.json()
+
+    def flush(self) -> None:
+        """Empty the prefix cache, once the last request has been taken off the books."""
+        deadline = time.monotonic() + 30
+        while self.post("/flush_cache").status_code != 200:
+            assert time.monotonic() < deadline, "the cache could not be flushed: requests are still running"
+            time.sleep(0.2)
+
+    def metrics(self) -> dict[str, float]:
+        """Tokens held in the full and the SWA pool at the last batch, and requests running."""
+        text = requests.get(self.url + "/metrics", timeout=60).text
+        return {
+            name: float(re.search(rf"^sglang:{name}{{[^}}]*}} (\S+)", text, re.MULTILINE).group(1))
+            for name in ("kv_used_tokens", "swa_used_tokens", "num_running_reqs")
+        }
+
+    def baseline(self) -> dict[str, float]:
+        """The pools' books after a flush and one short request: what is held beyond it has leaked."""
+        self.flush()
+        self.generate([5, 6, 7], 2)
+        return self.metrics()
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1"} | extra
+
+
+def launch_arguments(port: int, *arguments: str, model: Path = TINY) -> list[str]:
+    base = ["--attention-backend", "csa2", "--device", "cpu", "--model-path", str(model), "--port", str(port)]
+    return [sys.executable, "-m", "sglang.launch_server", *base, *arguments]
+
+
+@contextlib.contextmanager
+def serve(*arguments: str, model: Path = TINY, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server with these arguments, ready; stopped with every process it started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        log_path = Path(folder) / "server.log"
+        command = launch_arguments(port, *SIZES, *arguments, model=model)
+        with log_path.open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment(**(env or {})), start_new_session=True
+            )
+        server = Server(f"http://127.0.0.1:{port}", log_path)
+        try:
+            _wait(process, server)
+            yield server
+            assert process.poll() is None, "the server died:\n" + server.log[-4000:]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(process: subprocess.Popen, server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while "ready to roll" not in server.log:
+        assert process.poll() is None, "the server did not start:\n" + server.log[-4000:]
+        assert time.monotonic() < deadline, "the server is not ready:\n" + server.log[-4000:]
+        time.sleep(0.5)
+
+
+def golden_cases(name: str) -> list[dict]:
+    return json.loads((GOLDEN / name / "golden.json").read_text())["cases"]
+
+
+def log_probabilities(server: Server, input_ids: list[int], token_ids: list[int], max_new_tokens: int = 8) -> dict:
+    """Greedy continuation and the log-probabilities of `token_ids` after the prompt."""
+    answer = server.generate(input_ids, max_new_tokens, return_logprob=True, token_ids_logprob=token_ids)
+    first = answer["meta_info"]["output_token_ids_logprobs"][0]
+    by_token = {token: value for value, token, _ in first}
+    return {
+        "ids": answer["output_ids"],
+        "logprobs": [by_token[token] for token in token_ids],
+        "cached": answer["meta_info"]["cached_tokens"],
+    }
