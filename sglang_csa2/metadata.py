@@ -139,32 +139,58 @@ def build_metadata(
         ValueError: lengths disagree, or a request has more rows than positions.
     """
     _check(request_slots, row_counts, seq_lens, out_slots)
+    layout = RowLayout.of(row_counts, seq_lens)
     device = out_slots.device
-    counts = torch.tensor(row_counts, dtype=torch.int64)
-    first_positions = torch.tensor(seq_lens, dtype=torch.int64) - counts
-    starts = counts.cumsum(0) - counts
-    row_request = torch.repeat_interleave(torch.arange(len(row_counts)), counts)
-    offset = torch.arange(int(counts.sum())) - starts[row_request]
-    positions = (first_positions[row_request] + offset).to(device)
-    is_first, is_last = offset == 0, offset == counts[row_request] - 1
-    row_request = row_request.to(device)
-    requests = request_slots.long()[row_request]
-    out_slots = out_slots.long()
+    positions = _to(device, layout.positions)
+    request_slots, out_slots = request_slots.long(), out_slots.long()
+    requests = request_slots[_to(device, layout.row_request)]
     return Csa2Metadata(
         requests=requests,
         positions=positions,
         swa_out_slots=tables.full_to_swa[out_slots].long(),
-        swa_slots=_window_slots(tables, requests, positions, window, window_floor),
-        groups=_groups(row_counts, seq_lens, starts.tolist(), request_slots.long()),
-        ratios={
-            ratio: _ratio_rows(
-                ratio, requests, positions, out_slots, is_first.to(device), is_last.to(device), pending_ring
-            )
-            for ratio in ratios
-        },
+        swa_slots=window_slots(tables, requests, positions, window, window_floor),
+        groups=_groups(layout, row_counts, seq_lens, request_slots),
+        ratios={ratio: _ratio_rows(ratio, layout, requests, positions, out_slots, pending_ring) for ratio in ratios},
         longest=max(seq_lens, default=0),
         tables=tables,
     )
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where rows lie, from the host's numbers alone: CPU tensors, so that no question is asked of the device.
+
+    starts: int64 [batch] first row of each request. row_request: int64 [rows] index into the batch.
+    positions: int64 [rows]. is_first, is_last: bool [rows] within the request's rows.
+    """
+
+    starts: Tensor
+    row_request: Tensor
+    positions: Tensor
+    is_first: Tensor
+    is_last: Tensor
+
+    @classmethod
+    def of(cls, row_counts: Sequence[int], seq_lens: Sequence[int]) -> RowLayout:
+        counts = torch.tensor(row_counts, dtype=torch.int64)
+        starts = counts.cumsum(0) - counts
+        row_request = torch.repeat_interleave(torch.arange(len(row_counts)), counts)
+        offset = torch.arange(row_request.shape[0]) - starts[row_request]
+        first_positions = torch.tensor(seq_lens, dtype=torch.int64) - counts
+        return cls(
+            starts=starts,
+            row_request=row_request,
+            positions=first_positions[row_request] + offset,
+            is_first=offset == 0,
+            is_last=offset == counts[row_request] - 1,
+        )
+
+
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A copy that does not wait: through pinned memory where there is a device to wait for."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _check(request_slots: Tensor, row_counts: Sequence[int], seq_lens: Sequence[int], out_slots: Tensor) -> None:
@@ -180,7 +206,13 @@ def _check(request_slots: Tensor, row_counts: Sequence[int], seq_lens: Sequence[
             raise ValueError(f"a request of length {length} cannot have {rows} rows")
 
 
-def _window_slots(tables: PageTables, requests: Tensor, positions: Tensor, window: int, floor: Tensor | None) -> Tensor:
+def window_slots(
+    tables: PageTables, requests: Tensor, positions: Tensor, window: int, floor: Tensor | None = None
+) -> Tensor:
+    """SWA slots of each row's window: int64 [rows, window], ascending in position, -1 padded.
+
+    requests, positions: int64 [rows]; a negative position has no window. floor: int64 [rows] or None.
+    """
     first = (positions - window + 1).clamp(min=0)
     if floor is not None:
         first = torch.maximum(first, floor.long())
@@ -191,21 +223,22 @@ def _window_slots(tables: PageTables, requests: Tensor, positions: Tensor, windo
 
 
 def _groups(
-    row_counts: Sequence[int], seq_lens: Sequence[int], starts: Sequence[int], request_slots: Tensor
+    layout: RowLayout, row_counts: Sequence[int], seq_lens: Sequence[int], request_slots: Tensor
 ) -> list[RowGroup]:
     members: dict[int, list[int]] = {}
     for request, rows in enumerate(row_counts):
         if rows:
             members.setdefault(rows, []).append(request)
     device = request_slots.device
+    lengths = torch.tensor(seq_lens, dtype=torch.int64)
     groups = []
     for rows, batch in members.items():
-        first = torch.tensor([starts[request] for request in batch])
+        chosen = torch.tensor(batch)
         groups.append(
             RowGroup(
-                rows=(first[:, None] + torch.arange(rows)).to(device),
-                requests=request_slots[torch.tensor(batch, device=device)],
-                lengths=torch.tensor([seq_lens[request] for request in batch], device=device),
+                rows=_to(device, layout.starts[chosen][:, None] + torch.arange(rows)),
+                requests=request_slots[_to(device, chosen)],
+                lengths=_to(device, lengths[chosen]),
                 longest=max(seq_lens[request] for request in batch),
             )
         )
@@ -213,18 +246,15 @@ def _groups(
 
 
 def _ratio_rows(
-    ratio: int,
-    requests: Tensor,
-    positions: Tensor,
-    out_slots: Tensor,
-    is_first: Tensor,
-    is_last: Tensor,
-    pending_ring: int,
+    ratio: int, layout: RowLayout, requests: Tensor, positions: Tensor, out_slots: Tensor, pending_ring: int
 ) -> RatioRows:
-    closes = positions % ratio == ratio - 1
-    entry_rows = closes.nonzero().flatten()
+    closes = layout.positions % ratio == ratio - 1
+    entries = closes.nonzero().flatten()
+    partners = (entries - 1).masked_fill(layout.is_first[entries], -1)
     # Only a ratio-2 row can be left waiting, and only the last of its request.
-    pending_rows = (~closes & is_last).nonzero().flatten()
+    waiting = (~closes & layout.is_last).nonzero().flatten()
+    device = positions.device
+    entry_rows, partner_rows, pending_rows = (_to(device, rows) for rows in (entries, partners, waiting))
     first_token = positions[entry_rows] - (ratio - 1)
     ring = requests * pending_ring
     return RatioRows(
@@ -232,7 +262,7 @@ def _ratio_rows(
         entry_rows=entry_rows,
         entry_slots=out_slots[entry_rows] // ratio,
         entry_positions=first_token,
-        partner_rows=(entry_rows - 1).masked_fill(is_first[entry_rows], -1),
+        partner_rows=partner_rows,
         pending_reads=ring[entry_rows] + first_token % pending_ring,
         pending_rows=pending_rows,
         pending_writes=ring[pending_rows] + positions[pending_rows] % pending_ring,

@@ -155,7 +155,7 @@ def test_weights_can_be_updated(server, tiny_model, tmp_path):
 
 
 def test_retraction_recomputes_the_same_answer(tiny_model):
-    """Six requests that grow into their second page, in a pool of eight pages: some are retracted and end as if alone."""
+    """Six requests grow into their second page in a pool of eight: some are retracted, and end as if alone."""
     prompts = [random_prompt(250, seed=i) for i in range(6)]
     steps = 16
     tight = ["--max-total-tokens", "2048", "--schedule-conservativeness", "0"]
