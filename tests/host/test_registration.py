@@ -14,11 +14,11 @@ from served import TINY, environment, launch_arguments
 
 from sglang_csa2 import host, plugin
 
+# A stock model that the host serves on any CPU: it needs no rotary kernel.
 STOCK_CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "bos_token_id": 0,
-    "eos_token_id": 1, "hidden_act": "silu", "rope_theta": 10000.0,
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4,
+    "n_positions": 512, "n_ctx": 512, "vocab_size": 512, "torch_dtype": "float32", "bos_token_id": 0,
+    "eos_token_id": 1, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
 }  # fmt: skip
 
 # The engine spawns processes that import this text as a script, hence the guard.
