@@ -23,7 +23,8 @@ def rotate_tail(x: Tensor, table: Tensor) -> Tensor:
     out = x.clone()
     pairs = x[..., -width:].float().unflatten(-1, (-1, 2))
     real, imag = pairs.unbind(-1)
-    cos, sin = (part.reshape(x.shape[0], *[1] * (x.ndim - 2), -1) for part in (table.real, table.imag))
+    shape = (x.shape[0], *[1] * (x.ndim - 2), width // 2)
+    cos, sin = table.real.reshape(shape), table.imag.reshape(shape)
     turned = torch.stack([real * cos - imag * sin, real * sin + imag * cos], dim=-1)
     out[..., -width:] = turned.flatten(-2).to(x.dtype)
     return out

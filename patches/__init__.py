@@ -4,22 +4,29 @@ Installed in the scheduler process of a csa2 run, and only there: with another b
 Each entry says what it changes, why, and when it can go. `install` applies them through the host's own
 `HookRegistry`; that logs failures instead of raising, so `missing` is asked afterwards by the backend.
 
-| target                                    | why                                                      | until                    |
-|-------------------------------------------|----------------------------------------------------------|--------------------------|
-| select_dsv4_kv_layout                     | the host allows 528/288-byte records on SM100 only; its   | the host lets a backend  |
-|                                           | memory budget and its pool both ask this function         | name its layout          |
-| KVCacheConfigurator._build_dsv4_kv_pool   | the pool class is a name in that module                   | the host asks the backend|
-| MqaAttentionBase._kernel_num_heads        | the host pads heads to 64 for FlashMLA under TP           | padding is the backend's |
-| (CPU) get_rope_wrapper                    | asserts another rope type; only V4's ratio-4 layers use it| the host skips it        |
-| (CPU) fused_rope_inplace                  | CUDA only                                                 | a torch form upstream    |
-| (CPU) hc_split_sinkhorn, mhc_combine      | tilelang and Triton only                                  | a torch form upstream    |
-| (CPU) silu_and_mul_clamp                  | CUDA only                                                 | a torch form upstream    |
-| (CPU) moe_forward_native                  | ignores swiglu_limit                                      | it is honoured upstream  |
-| (CPU) maybe_fuse_routed_scale_and_shared_add | rounds the experts' sum twice                          | experts sum in fp32      |
-| (CPU) MoEGate.forward                     | rounds router logits to bf16, unlike CUDA                 | fp32 there too           |
-| (CPU) NonCudaDecoderMixin.bind_next       | registers each layer inside the one before it, so weight  | it is no submodule       |
-|                                           | updates find no parameters                                |                          |
-| (CPU) adjust_config_with_unaligned_cpu_tp | rewrites num_key_value_heads, which this model shares     | MQA models are left out  |
+All devices:
+
+    select_dsv4_kv_layout                 why: the host allows 528/288-byte records on SM100 only, and its memory budget
+                                          and its pool both ask this function
+                                          until: the host lets a backend name its layout
+    KVCacheConfigurator._build_dsv4_kv_pool   why: the pool class is a name in that module
+                                          until: the host asks the backend for its pool
+    MqaAttentionBase._kernel_num_heads    why: the host pads heads to 64 for FlashMLA under TP
+                                          until: padding is the backend's
+
+CPU only, because the host's function is for GPUs (until it has a torch form):
+
+    fused_rope_inplace, hc_split_sinkhorn, mhc_combine, silu_and_mul_clamp
+    get_rope_wrapper                      why: asserts another rope type; only V4's ratio-4 layers use the result
+
+CPU only, because the host's CPU form is not what its GPU form and the published code compute (until it is):
+
+    moe_forward_native                    why: ignores swiglu_limit, rounds each expert to bf16
+    maybe_fuse_routed_scale_and_shared_add   why: rounds the experts' sum twice
+    MoEGate.forward                       why: rounds router logits to bf16
+    NonCudaDecoderMixin.bind_next         why: registers each layer inside the one before it, so that weight updates
+                                          find no parameters
+    adjust_config_with_unaligned_cpu_tp   why: rewrites num_key_value_heads, which this model shares between ranks
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """One softmax over a row's SWA window, its chosen main KV and the sink: which keys a layer attends to.
 
-The arithmetic is `kernels.sparse_attention`; this module says what each role reads. SWA-only layers read their
-window. The others add the Top-K that their index source published, out of their kv_source's cache.
+The arithmetic is the route's `sparse_attention` (ops.py); this module says what each role reads. SWA-only layers
+read their window. The others add the Top-K that their index source published, out of their kv_source's cache.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from sglang_csa2.kernels.sparse_attention import sparse_attention
 from sglang_csa2.layer_plan import LayerSpec
 from sglang_csa2.metadata import Csa2Metadata
+from sglang_csa2.ops import Ops
 
 
 def attend(
+    ops: Ops,
     layer: LayerSpec,
     q: Tensor,
     swa_cache: Tensor,
@@ -25,6 +26,7 @@ def attend(
     """Attention of one layer.
 
     Args:
+        ops: the route.
         layer: its place in the plan.
         q: bf16 [rows, heads, 512], roped.
         swa_cache: uint8 [slots, 528] the layer's own window cache.
@@ -42,4 +44,4 @@ def attend(
     main_slots = None
     if layer.index_source is not None:
         main_slots = meta.selection.consume_topk(layer.index_source, layer.layer_id).slots
-    return sparse_attention(q, swa_cache, meta.swa_slots, main_cache, main_slots, attn_sink, scale)
+    return ops.sparse_attention(q, swa_cache, meta.swa_slots, main_cache, main_slots, attn_sink, scale)

@@ -8,9 +8,11 @@ ones on each request's last rows between `enter_late_layer_tail` and `exit_late_
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.kernels.ops.attention.dsv4.attn_metadata_kernels import late_layer_tail_layout
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.deepseek_v4_backend import (
@@ -25,16 +27,17 @@ from sglang_csa2 import patches
 from sglang_csa2.attention import attend
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.host import BACKEND_NAME
-from sglang_csa2.indexer import Csa2Indexer
-from sglang_csa2.kernels.norm_rope import rms_norm
-from sglang_csa2.kernels.pool_pairs import keep_pending, pool_pairs
-from sglang_csa2.kernels.store import index_k_store, main_kv_store
+from sglang_csa2.indexer import indexer_for
 from sglang_csa2.layer_plan import LayerPlan
-from sglang_csa2.metadata import Csa2Metadata, PageTables, RatioRows, build_metadata
+from sglang_csa2.metadata import Csa2Metadata, PageTables, build_decode_metadata, build_metadata
+from sglang_csa2.ops import Norm, ops_for
 from sglang_csa2.pool import Csa2KVPool
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+logger = logging.getLogger(__name__)
 
 
 class BackendError(RuntimeError):
@@ -66,7 +69,10 @@ class Csa2AttnBackend(AttentionBackend):
         _verify(self.token_to_kv_pool, model_runner.device)
         config = Csa2Config.from_hf(model_runner.model_config.hf_config)
         self.plan = LayerPlan.from_config(config)
-        self.indexer = Csa2Indexer(self.plan)
+        self.device_type = torch.device(model_runner.device).type
+        self.ops = ops_for(self.device_type)
+        self.indexer = indexer_for(self.plan, self.device_type)
+        logger.info("csa2 serves %d layers through its %s route", len(self.plan.layers), self.ops.name)
         self.replays_tail = bool(get_exec().features.enable_decoder_swa_bounded_replay)
         self.forward_metadata: Csa2Metadata | None = None
         self.tail_forward_metadata: TailMetadata | None = None
@@ -83,13 +89,43 @@ class Csa2AttnBackend(AttentionBackend):
             return
         if mode.is_target_verify() or not (mode.is_decode() or mode.is_extend()):
             raise BackendError(f"csa2 serves decode, extend and mixed batches, not {mode.name}")
+        if mode.is_decode() and self.device_type != "cpu":
+            self.forward_metadata = self._build_decode(forward_batch, int(forward_batch.seq_lens_cpu.max()))
+            return
         counts = [1] * forward_batch.batch_size if mode.is_decode() else list(forward_batch.extend_seq_lens_cpu)
         self.forward_metadata = self._build(forward_batch, counts, forward_batch.out_cache_loc)
         if self.replays_tail and mode.is_extend_without_speculative():
             self.tail_forward_metadata = self._build_tail(forward_batch)
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to prepare: a graph's buffers are those that its capture allocates."""
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Nothing to do on the host: a decode's metadata is computed inside its graph."""
+        del in_capture
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            raise BackendError(f"csa2 captures decode batches only, not {forward_batch.forward_mode.name}")
+        self.tail_forward_metadata = None
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        # The captured bound is the widest context; what is done follows the live lengths on the device.
+        self.forward_metadata = self._build_decode(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
+
+    def _build_decode(self, batch: ForwardBatch, longest: int) -> Csa2Metadata:
+        pool = self.token_to_kv_pool
+        return build_decode_metadata(
+            tables=PageTables(self.req_to_token_pool.req_to_token, pool.full_to_swa_index_mapping),
+            request_slots=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            out_slots=batch.out_cache_loc,
+            window=self.plan.config.sliding_window,
+            ratios=self.plan.present_ratios,
+            pending_ring=pool.pending_ring,
+            longest=longest,
+        )
 
     def _build(
         self, batch: ForwardBatch, counts: list[int], out_slots: Tensor, floor: Tensor | None = None
@@ -178,30 +214,22 @@ class Csa2AttnBackend(AttentionBackend):
             return
         meta, spec = self._metadata(), self.plan[layer.layer_id]
         if run_compressor and spec.writes_cache and layer.layer_id != self._source_already_written:
-            self._compress(layer, x, meta.ratios[spec.ratio])
+            self._compress(layer, x, meta)
         if run_indexer and spec.chooses:
-            q = layer.indexer.queries(q_lora, layer.freqs_cis[positions])
+            q = layer.indexer.queries(q_lora, layer.freqs_cis, positions)
             weights = layer.indexer.head_weights(x)
             self.indexer.choose(spec, q, weights, self.token_to_kv_pool.index_cache(layer.layer_id), meta)
 
-    def _compress(self, layer: Any, x: Tensor, rows: RatioRows) -> None:
-        pool, norm = self.token_to_kv_pool, layer.compressor.norm
+    def _compress(self, layer: Any, x: Tensor, meta: Csa2Metadata) -> None:
+        pool, layer_id, table = self.token_to_kv_pool, layer.layer_id, layer.freqs_cis
+        ratio = self.plan[layer_id].ratio
+        pending = pool.pending_pairs(layer_id) if ratio == 2 else None
+        norm, k_norm = (Norm(module.weight, module.eps) for module in (layer.compressor.norm, layer.indexer.k_norm))
         kv, score = layer.compressor.project(x)
-        if score is None:
-            pooled = kv[rows.entry_rows]
-        else:
-            pending = pool.pending_pairs(layer.layer_id)
-            pooled = pool_pairs(kv, score, rows.entry_rows, rows.partner_rows, pending, rows.pending_reads)
-            # After the read: a request may close one pair and leave the next waiting in the same ring row.
-            keep_pending(kv, score, rows.pending_rows, pending, rows.pending_writes)
-        if rows.entry_rows.numel() == 0:
-            return
-        latent = rms_norm(pooled.bfloat16(), norm.weight, norm.eps)
-        key, k_norm = layer.indexer.forward_wk(latent), layer.indexer.k_norm
-        positions, slots = rows.entry_positions, rows.entry_slots
-        main_kv_store(latent, layer.freqs_cis, positions, slots, pool.main_cache(layer.layer_id))
-        index_cache = pool.index_cache(layer.layer_id)
-        index_k_store(key, k_norm.weight, k_norm.eps, layer.freqs_cis, positions, slots, index_cache)
+        entries = self.ops.main_kv_store(kv, score, meta.ratios[ratio], pending, norm, table, pool.main_cache(layer_id))
+        if entries.latent.shape[0]:
+            key = layer.indexer.forward_wk(entries.latent)
+            self.ops.index_k_store(key, k_norm, table, entries, pool.index_cache(layer_id))
 
     def forward(
         self,
@@ -228,7 +256,7 @@ class Csa2AttnBackend(AttentionBackend):
             raise BackendError(f"layer {layer.layer_id} runs with ratio {compress_ratio}, planned with {spec.ratio}")
         main_cache = pool.main_cache(layer.layer_id) if spec.ratio else None
         swa_cache = pool.swa_cache(layer.layer_id)
-        return attend(spec, q, swa_cache, main_cache, attn_sink, layer.scaling, self._metadata())
+        return attend(self.ops, spec, q, swa_cache, main_cache, attn_sink, layer.scaling, self._metadata())
 
     def _metadata(self) -> Csa2Metadata:
         if self.forward_metadata is None:

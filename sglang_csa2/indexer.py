@@ -1,4 +1,4 @@
-"""Score -> candidate pool -> Top-K -> slots, for one index-source layer (spec 2.6, 2.7).
+"""Score -> candidate pool -> Top-K -> slots, for one index-source layer (spec 2.6, 2.7): the torch route.
 
 A Full layer or a Reindex layer without candidates scans what its rows see. The candidate source does the same
 and keeps the best blocks of each row as its pool. A consumer fetches and scores only the pool's entries, so its
@@ -24,7 +24,7 @@ from sglang_csa2.selection import TopK
 _TILE_BYTES = 64 << 20
 
 
-class Csa2Indexer:
+class TorchIndexer:
     """Chooses for one model; holds no state of a forward."""
 
     def __init__(self, plan: LayerPlan):
@@ -100,3 +100,18 @@ class Csa2Indexer:
         scores = index_scores(q[:, None], weights[:, None], gather_index_k(cache, slots)).flatten(0, 1)
         columns = select_topk(scores, entries >= 0, self.config.index_topk)
         return entries.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+
+
+def indexer_for(plan: LayerPlan, device_type: str):
+    """The indexer of a device's route.
+
+    Raises:
+        ValueError: no route serves the device, or the route cannot serve the model's config.
+    """
+    if device_type == "cpu":
+        return TorchIndexer(plan)
+    if device_type == "cuda":
+        from sglang_csa2.indexer_cuda import CudaIndexer
+
+        return CudaIndexer(plan)
+    raise ValueError(f"csa2 has no indexer for device {device_type!r}; it serves cpu and cuda")

@@ -45,12 +45,14 @@ class RowGroup:
     requests: int64 [requests] the host's request slots.
     lengths: int64 [requests] positions of each request, its last row's included.
     longest: their maximum, or a bound on it (a host number).
+    starts: first row of each request (host numbers).
     """
 
     rows: Tensor
     requests: Tensor
     lengths: Tensor
     longest: int
+    starts: tuple[int, ...]
 
     def tiles(self, *, height: int, width: int) -> Iterator[RowGroup]:
         """Sub-rectangles of at most `height` requests by `width` rows."""
@@ -58,7 +60,8 @@ class RowGroup:
             members = slice(top, top + height)
             for left in range(0, self.rows.shape[1], width):
                 rows = self.rows[members, left : left + width]
-                yield RowGroup(rows, self.requests[members], self.lengths[members], self.longest)
+                starts = tuple(start + left for start in self.starts[members])
+                yield RowGroup(rows, self.requests[members], self.lengths[members], self.longest, starts)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,24 @@ class RatioRows:
     pending_writes: Tensor
 
 
+@dataclass(frozen=True)
+class DecodeRatioRows:
+    """`RatioRows` of a decode, in fixed shapes for CUDA graphs: every row is asked whether it completes an entry.
+
+    visible: int64 [rows], 0 for padding. positions: int64 [rows], -1 for padding.
+    requests, out_slots: int64 [rows], -1 for padding. ring: ring rows per request slot.
+    entry_slots, entry_positions: int64 [rows], for ratio 1, where every live row completes one; -1 and 0 for padding.
+    """
+
+    visible: Tensor
+    positions: Tensor
+    requests: Tensor
+    out_slots: Tensor
+    ring: int
+    entry_slots: Tensor
+    entry_positions: Tensor
+
+
 @dataclass
 class Csa2Metadata:
     """One forward's metadata. Everything is written by `build_metadata`, except `selection`, which the layers fill.
@@ -91,16 +112,16 @@ class Csa2Metadata:
     requests: int64 [rows] request slot of each row. positions: int64 [rows].
     swa_out_slots: int64 [rows] where each row's window KV is written.
     swa_slots: int64 [rows, window] the SWA slots each row attends to, ascending in position, -1 padded.
-    groups: the rectangles. ratios: per compress ratio of the model.
-    longest: positions of the batch's longest request (a host number).
+    groups: the rectangles; None for a decode in fixed shapes. ratios: per compress ratio of the model.
+    longest: positions of the batch's longest request, or a bound on it (a host number).
     """
 
     requests: Tensor
     positions: Tensor
     swa_out_slots: Tensor
     swa_slots: Tensor
-    groups: list[RowGroup]
-    ratios: dict[int, RatioRows]
+    groups: list[RowGroup] | None
+    ratios: dict[int, RatioRows | DecodeRatioRows]
     longest: int
     tables: PageTables
     selection: Selection = field(default_factory=Selection)
@@ -152,6 +173,54 @@ def build_metadata(
         groups=_groups(layout, row_counts, seq_lens, request_slots),
         ratios={ratio: _ratio_rows(ratio, layout, requests, positions, out_slots, pending_ring) for ratio in ratios},
         longest=max(seq_lens, default=0),
+        tables=tables,
+    )
+
+
+def build_decode_metadata(
+    *,
+    tables: PageTables,
+    request_slots: Tensor,
+    seq_lens: Tensor,
+    out_slots: Tensor,
+    window: int,
+    ratios: Sequence[int],
+    pending_ring: int,
+    longest: int,
+) -> Csa2Metadata:
+    """Metadata of one row per request, from device tensors alone: fixed shapes, nothing asked of the device.
+
+    It may run inside a CUDA graph, which then recomputes it at every replay. A row whose output slot is 0, the
+    host's dummy, is padding: it sees nothing and writes nothing, whatever its length and request say.
+
+    Args:
+        seq_lens: int [batch] positions of each request, the row's included.
+        longest: a bound on them (the host's number in an eager decode, the context length in a graph).
+        The others: see `build_metadata`.
+    """
+    live = out_slots > 0
+    requests = request_slots.long().masked_fill(~live, 0)
+    positions = (seq_lens.long() - 1).masked_fill(~live, -1)
+    slots = out_slots.long()
+    return Csa2Metadata(
+        requests=requests,
+        positions=positions,
+        swa_out_slots=tables.full_to_swa[slots].long().masked_fill(~live, -1),
+        swa_slots=window_slots(tables, requests, positions, window),
+        groups=None,
+        ratios={
+            ratio: DecodeRatioRows(
+                visible=(positions + 1) // ratio,
+                positions=positions,
+                requests=requests.masked_fill(~live, -1),
+                out_slots=slots.masked_fill(~live, -1),
+                ring=pending_ring,
+                entry_slots=(slots // ratio).masked_fill(~live, -1),
+                entry_positions=positions.clamp(min=0),
+            )
+            for ratio in ratios
+        },
+        longest=longest,
         tables=tables,
     )
 
@@ -240,6 +309,7 @@ def _groups(
                 requests=request_slots[_to(device, chosen)],
                 lengths=_to(device, lengths[chosen]),
                 longest=max(seq_lens[request] for request in batch),
+                starts=tuple(layout.starts[chosen].tolist()),
             )
         )
     return groups

@@ -21,8 +21,8 @@ from sglang.kernels.ops.attention.dsv4.kv_layout import KVLayout
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from torch import Tensor
 
-from sglang_csa2.kernels.store import swa_store
 from sglang_csa2.layout import INDEX_PAGE_BYTES, INDEX_PAGE_SLOTS, MAIN_KV, PAGE_TOKENS, SWA_KV
+from sglang_csa2.ops import Norm, ops_for
 
 # The host's names for our records: 528-byte and 288-byte, data and scales interleaved token by token.
 HOST_KV_LAYOUT = KVLayout.V41_NEW
@@ -43,6 +43,7 @@ class Csa2KVPool(DeepSeekV4TokenToKVPool):
         kwargs["kv_layout"], kwargs["compressed_kv_layout"] = HOST_KV_LAYOUT, HOST_COMPRESSED_OPTION
         super().__init__(*args, **kwargs)
         self._check_buffers()
+        self._ops = ops_for(torch.device(self.device).type)
 
     def _make_indexer_pool(self, size: int, page_size: int, *args, **kwargs):
         # The host picks 64 or 128 slots by the libraries it finds; layout.py pins one for every machine.
@@ -97,7 +98,8 @@ class Csa2KVPool(DeepSeekV4TokenToKVPool):
     ) -> None:
         """Normalise, rotate, quantize and store window KV: kv bf16 [rows, 512], swa_loc int [rows]."""
         rows = swa_loc.shape[0]
-        swa_store(kv[:rows], kv_weight, eps, freqs_cis, positions[:rows], swa_loc, self.swa_cache(layer_id))
+        norm, cache = Norm(kv_weight, eps), self.swa_cache(layer_id)
+        self._ops.swa_store(kv[:rows], norm, freqs_cis, positions[:rows], swa_loc, cache)
 
     def layer_bytes(self) -> dict[str, int]:
         """Allocated bytes by kind of buffer, for planning and logs."""

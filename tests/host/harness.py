@@ -100,11 +100,11 @@ class FakeLayer:
             return x[:, :512].bfloat16(), None
         return x[:, :512].contiguous(), x[:, 512:1024].contiguous()
 
-    def _queries(self, q_lora, freqs):
+    def _queries(self, q_lora, freqs, positions=None):
         from sglang.srt.layers.attention.dsv4.dsv41_sparse import DeepseekV41Indexer
 
         host = SimpleNamespace(wq_b=lambda x: (x, None), n_local_heads=32, index_head_dim=128, rope_head_dim=64)
-        return DeepseekV41Indexer.queries(host, q_lora, freqs)
+        return DeepseekV41Indexer.queries(host, q_lora, freqs, positions)
 
 
 @dataclass
