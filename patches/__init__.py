@@ -35,6 +35,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_csa2.patches import cpu, heads, memory
@@ -107,6 +108,9 @@ def install(device: str) -> None:
     HookRegistry.apply_hooks()
     if device == "cpu":
         cpu.choose_torch_paths()
+    else:
+        # Row-bucket graphs of the late layers call the host's own backend for their metadata.
+        envs.SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS.set(0)
 
 
 def missing(device: str) -> list[str]:

@@ -103,7 +103,7 @@ def _mixed_backends(request: Request) -> str | None:
 
 def _device(request: Request) -> str | None:
     device = request.arg("device")
-    return None if device == "cpu" else f"--device {device}"
+    return None if device in ("cpu", "cuda") else f"--device {device}"
 
 
 def _prefill_graphs(request: Request) -> str | None:
@@ -134,10 +134,10 @@ REFUSALS = (
         "Serve a DeepSeek-V4.1 model, or choose another --attention-backend",
     ),
     Refusal(
-        "`--device` other than `cpu`",
+        "`--device` other than `cpu` or `cuda`",
         _device,
-        "the GPU kernels are not part of this version",
-        "Use --device cpu, or --attention-backend dsv4 on a GPU",
+        "csa2's kernels are for CPUs and NVIDIA GPUs",
+        "Use one of these, or another --attention-backend",
     ),
     Refusal(
         "csa2 for only one of prefill and decode",

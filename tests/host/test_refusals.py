@@ -51,7 +51,7 @@ ENVIRONMENT = {
     "`SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE`": {"SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE": "1"},
     "`SGLANG_DSV4_UNIFIED_KV_FP8`": {"SGLANG_DSV4_UNIFIED_KV_FP8": "true"},
 }
-OTHERWISE = {"another model architecture", "`--device` other than `cpu`"}
+OTHERWISE = {"another model architecture", "`--device` other than `cpu` or `cuda`"}
 V41 = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v41", quantization_config=None)
 PLAIN = SimpleNamespace(attention_backend="csa2", device="cpu")
 
