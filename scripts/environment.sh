@@ -43,5 +43,5 @@ fi
 "$PYTHON" -c 'import sglang' 2> /dev/null || { echo "$PYTHON has no sglang: pip install sglang==0.5.23 into it, or leave CSA2_PYTHON unset" >&2; exit 1; }
 if ! (cd / && "$PYTHON" -c 'import sys, sglang_csa2; sys.exit(not sglang_csa2.__file__.startswith(sys.argv[1]))' "$repository" 2> /dev/null); then
     say "installing csa2 into it"
-    "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e "$repository"
+    "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps -e "$repository"
 fi
