@@ -31,27 +31,28 @@ _BLOCK_ROWS = 8
 @triton.jit
 def load_swa_tile(cache_ptr, slots, present, PTX: tl.constexpr):
     """Records of int64 slots [n] where `present` -> even dims, odd dims, bf16 [n, 256] each, over UNSHIFT."""
-    record = (cache_ptr + slots * 528)[:, None, None]
-    group = tl.arange(0, 16)[None, :, None]
-    pair = group * 16 + tl.arange(0, 16)[None, None, :]
-    here = present[:, None, None]
-    pairs = tl.load(record.to(tl.pointer_type(tl.int16)) + pair, mask=here, other=0)
-    scale = tl.load(record + 512 + group, mask=here, other=0)
-    even, odd = decode_e4m3_pairs(pairs, e4m3_multiplier(scale.to(tl.int32)), PTX)
-    return tl.reshape(even, (slots.shape[0], 256)), tl.reshape(odd, (slots.shape[0], 256))
+    count: tl.constexpr = slots.shape[0]
+    record = (cache_ptr + slots * 528)[:, None]
+    here = present[:, None]
+    # Loaded flat and grouped in registers: a grouped load would be staged across shared memory's banks.
+    pairs = tl.load(record.to(tl.pointer_type(tl.int16)) + tl.arange(0, 256)[None, :], mask=here, other=0)
+    scales = tl.load(record + 512 + tl.arange(0, 16)[None, :], mask=here, other=0)
+    multiplier = e4m3_multiplier(scales.to(tl.int32))[:, :, None]
+    even, odd = decode_e4m3_pairs(tl.reshape(pairs, (count, 16, 16)), multiplier, PTX)
+    return tl.reshape(even, (count, 256)), tl.reshape(odd, (count, 256))
 
 
 @triton.jit
 def load_main_tile(cache_ptr, slots, present, PTX: tl.constexpr):
     """Records of int64 slots [n] where `present` -> even dims, odd dims, bf16 [n, 256] each, over UNSHIFT."""
-    record = (cache_ptr + slots * 288)[:, None, None]
-    group = tl.arange(0, 32)[None, :, None]
-    pair = group * 8 + tl.arange(0, 8)[None, None, :]
-    here = present[:, None, None]
-    pairs = tl.load(record + pair, mask=here, other=0)
-    scale = tl.load(record + 256 + group, mask=here, other=0)
-    even, odd = decode_e2m1_pairs(pairs, nvfp4_multiplier(scale.to(tl.int32)), PTX)
-    return tl.reshape(even, (slots.shape[0], 256)), tl.reshape(odd, (slots.shape[0], 256))
+    count: tl.constexpr = slots.shape[0]
+    record = (cache_ptr + slots * 288)[:, None]
+    here = present[:, None]
+    pairs = tl.load(record + tl.arange(0, 256)[None, :], mask=here, other=0)
+    scales = tl.load(record + 256 + tl.arange(0, 32)[None, :], mask=here, other=0)
+    multiplier = nvfp4_multiplier(scales.to(tl.int32))[:, :, None]
+    even, odd = decode_e2m1_pairs(tl.reshape(pairs, (count, 32, 8)), multiplier, PTX)
+    return tl.reshape(even, (count, 256)), tl.reshape(odd, (count, 256))
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def _gather_kernel(
         even, odd = load_swa_tile(cache_ptr, slots, slots >= 0, PTX)
     else:
         even, odd = load_main_tile(cache_ptr, slots, slots >= 0, PTX)
-    values = tl.interleave(even.to(tl.float32) * UNSHIFT, odd.to(tl.float32) * UNSHIFT).to(tl.bfloat16)
+    values = (tl.interleave(even, odd).to(tl.float32) * UNSHIFT).to(tl.bfloat16)
     dim = tl.arange(0, 512)
     tl.store(out_ptr + row[:, None] * 512 + dim[None, :], values, mask=in_range[:, None])
 

@@ -4,7 +4,8 @@
                  req_to_token int [requests, context], requests int [n], visible int [n], ratio, width)
         -> Scores(logits fp32 [n, width], block_max fp32 [n, width / 8], tile_max fp32 [n, width / 64])
     index_scores_prefill(same, requests int [1])  many rows of one request -> Scores, or without the maxima
-    index_scores_candidates(..., blocks int32 [n, b]) -> fp32 [n, b * 8]   only the entries of these blocks
+    index_scores_candidates(..., blocks int32 [n, b])         only the entries of these blocks
+        -> (fp32 [n, b * 8], their maxima per block fp32 [n, b])
 
 Row i scores its entries 0 .. visible[i] - 1 of request `requests[i]`. Nothing is read or written past them (work
 follows `visible` on the device, not `width`), except that a maximum which covers at least one visible entry is
@@ -18,9 +19,9 @@ Roundings: products of FP4-grid values are exact in bf16 operands and accumulate
 and the sum over heads stay in fp32. The published code rounds each product, each weighted product and the sum to bf16;
 the scores here are those before these roundings, so that selections differ from it where its bf16 values tie.
 
-A program decodes a tile of keys once: into registers, as even and odd dims, then through shared memory into
-tensor-core dots against the row's heads, keys along M. Decode programs walk the tiles of a row with a stride and
-fetch the next tile's bytes before they work on the current ones.
+A program decodes a tile of keys once: into registers, as dims modulo 4 (a 16-bit word holds four), then through
+shared memory into tensor-core dots against the row's heads, keys along M. Decode programs walk the tiles of a row
+with a stride and fetch the next tile's bytes before they work on the current ones.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sglang_csa2.kernels.triton_records import (
     INT_TYPES,
     UNSHIFT,
     check_rows,
-    decode_e2m1_pairs,
+    decode_e2m1_quarters,
     e2m1_multiplier,
     uses_inline_ptx,
 )
@@ -45,7 +46,9 @@ from sglang_csa2.layout import INDEX_K, INDEX_PAGE_BYTES, INDEX_PAGE_SCALE_OFFSE
 BLOCK_ENTRIES = 8
 TILE_ENTRIES = 64
 
-# Programs that a decode launch aims for: several per multiprocessor, so that loads overlap.
+# Programs that a decode launch aims for: several per multiprocessor, so that loads overlap. From a sweep on one H200
+# (64 or 128 keys, 4 or 8 warps, 4 to 48 programs per multiprocessor) at 1 x 1M, 8 x 1M, 8 x 64K and 32 x 16K: 8 warps
+# lose a fifth, the rest lie within 10 % of each other.
 _DECODE_PROGRAMS = 132 * 12
 _DECODE_TILE = {"BLOCK_N": 128, "num_warps": 4}
 _CANDIDATE_TILE = {"BLOCK_N": 128, "num_warps": 4}
@@ -61,36 +64,45 @@ class Scores(NamedTuple):
 
 
 @triton.jit
-def _load_q(q_ptr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, PARITY: tl.constexpr):
-    """A row's even or odd dims: bf16 [64, HEADS_PAD], zero for padding heads."""
+def _load_q(q_ptr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr):
+    """A row's dims 0, 1, 2, 3 modulo 4: bf16 [32, HEADS_PAD] each, zero for padding heads."""
     head = tl.arange(0, HEADS_PAD)[None, :]
-    return tl.load(q_ptr + head * 128 + 2 * tl.arange(0, 64)[:, None] + PARITY, mask=head < HEADS, other=0.0)
+    dims = q_ptr + head * 128 + 4 * tl.arange(0, 32)[:, None]
+    there = head < HEADS
+    zero = tl.load(dims, mask=there, other=0.0)
+    one = tl.load(dims + 1, mask=there, other=0.0)
+    two = tl.load(dims + 2, mask=there, other=0.0)
+    three = tl.load(dims + 3, mask=there, other=0.0)
+    return zero, one, two, three
 
 
 @triton.jit
 def _load_keys(cache_ptr, slots, present, page_stride):
-    """Packed keys of int64 slots [n]: uint8 [n, 4, 16] data and int32 [n] of four scale bytes."""
+    """Packed keys of int64 slots [n]: int16 [n, 32] of four nibbles and int32 [n] of four scale bytes."""
     page = cache_ptr + (slots // 64) * page_stride
     offset = slots % 64
-    byte = tl.arange(0, 4)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    data = tl.load((page + offset * 64)[:, None, None] + byte, mask=present[:, None, None], other=0)
+    words = (page + offset * 64).to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, 32)[None, :]
+    data = tl.load(words, mask=present[:, None], other=0)
     scales = tl.load((page + 4096 + offset * 4).to(tl.pointer_type(tl.int32)), mask=present, other=0)
     return data, scales
 
 
 @triton.jit
 def _decode_keys(data, scales, PTX: tl.constexpr):
-    """-> even dims, odd dims, bf16 [n, 64] each, over UNSHIFT."""
+    """-> dims 0, 1, 2, 3 modulo 4, bf16 [n, 32] each, over UNSHIFT."""
     count: tl.constexpr = data.shape[0]
     scale = (scales[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 0xFF
-    even, odd = decode_e2m1_pairs(data, e2m1_multiplier(scale)[:, :, None], PTX)
-    return tl.reshape(even, (count, 64)), tl.reshape(odd, (count, 64))
+    multiplier = e2m1_multiplier(scale)[:, :, None]
+    zero, one, two, three = decode_e2m1_quarters(tl.reshape(data, (count, 4, 8)), multiplier, PTX)
+    zero, one = tl.reshape(zero, (count, 32)), tl.reshape(one, (count, 32))
+    return zero, one, tl.reshape(two, (count, 32)), tl.reshape(three, (count, 32))
 
 
 @triton.jit
-def _score(even, odd, q_even, q_odd, weights):
-    """Keys bf16 [n, 64] twice, q bf16 [64, heads] twice, weights fp32 [heads] -> fp32 [n]."""
-    products = tl.dot(odd, q_odd, tl.dot(even, q_even))
+def _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights):
+    """Keys bf16 [n, 32] and q bf16 [32, heads] by dims modulo 4, weights fp32 [heads] -> fp32 [n]."""
+    products = tl.dot(k_one, q_one, tl.dot(k_zero, q_zero))
+    products = tl.dot(k_three, q_three, tl.dot(k_two, q_two, products))
     return tl.sum(tl.maximum(products, 0.0) * weights[None, :], axis=1) * UNSHIFT
 
 
@@ -146,8 +158,7 @@ def _index_scores_kernel(
         req_to_token_row = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
         head = tl.arange(0, HEADS_PAD)
         weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
-        q_even = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD, 0)
-        q_odd = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD, 1)
+        q_zero, q_one, q_two, q_three = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD)
         logits_row = logits_ptr + row * width
         block_max_row = block_max_ptr + row * (width // 8)
         tile_max_row = tile_max_ptr + row * (width // 64)
@@ -159,8 +170,8 @@ def _index_scores_kernel(
             ahead = (tile + step) * BLOCK_N + lane < visible
             next_data, next_scales = _load_keys(cache_ptr, slot + lane, ahead, page_stride)
             slot = _tile_slot(req_to_token_row, tile + 2 * step, tiles, RATIO, BLOCK_N)
-            even, odd = _decode_keys(data, scales, PTX)
-            scores = _score(even, odd, q_even, q_odd, weights)
+            k_zero, k_one, k_two, k_three = _decode_keys(data, scales, PTX)
+            scores = _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights)
             _store_scores(scores, tile * BLOCK_N, visible, logits_row, block_max_row, tile_max_row, True, BLOCK_N)
             data, scales = next_data, next_scales
             tile += step
@@ -176,6 +187,7 @@ def _index_scores_candidates_kernel(
     visible_ptr,  # int [n]
     blocks_ptr,  # int32 [n, num_blocks]
     logits_ptr,  # fp32 [n, num_blocks * 8]
+    block_max_ptr,  # fp32 [n, num_blocks]
     page_stride,
     request_stride,
     num_blocks,
@@ -192,25 +204,26 @@ def _index_scores_candidates_kernel(
     block = tl.load(blocks_ptr + row * num_blocks + column // 8, mask=listed, other=-1)
     entry = block * 8 + column % 8
     present = (block >= 0) & (entry < visible)
-    out = logits_ptr + row * (num_blocks * 8) + column
+    scores = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     if tl.max(present.to(tl.int32), axis=0) > 0:
         req_to_token_row = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
         token = tl.load(req_to_token_row + entry.to(tl.int64) * RATIO, mask=present, other=0)
         data, scales = _load_keys(cache_ptr, token.to(tl.int64) // RATIO, present, page_stride)
         head = tl.arange(0, HEADS_PAD)
         weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
-        q_even = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD, 0)
-        q_odd = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD, 1)
-        even, odd = _decode_keys(data, scales, PTX)
-        scores = _score(even, odd, q_even, q_odd, weights)
-        tl.store(out, tl.where(present, scores, float("-inf")), mask=listed)
-    else:
-        tl.store(out, tl.full((BLOCK_N,), float("-inf"), tl.float32), mask=listed)
+        q_zero, q_one, q_two, q_three = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD)
+        k_zero, k_one, k_two, k_three = _decode_keys(data, scales, PTX)
+        scores = _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights)
+        scores = tl.where(present, scores, float("-inf"))
+    tl.store(logits_ptr + row * (num_blocks * 8) + column, scores, mask=listed)
+    index = tl.program_id(0) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
+    block_max = tl.max(tl.reshape(scores, (BLOCK_N // 8, 8)), axis=1)
+    tl.store(block_max_ptr + row * num_blocks + index, block_max, mask=index < num_blocks)
 
 
 @triton.jit
 def _index_scores_prefill_kernel(
-    q_ptr,  # bf16 [n, 2, 64, HEADS_PAD] contiguous: even dims, then odd dims, zero for padding heads
+    q_ptr,  # bf16 [n, 4, 32, HEADS_PAD] contiguous: dims by their residue modulo 4, zero for padding heads
     weights_ptr,  # bf16 [n, HEADS] contiguous
     cache_ptr,  # uint8 [pages, 64 * 64 data | 64 * 4 scales], row stride `page_stride`
     req_to_token_ptr,  # int [requests, context], row stride `request_stride`
@@ -242,17 +255,17 @@ def _index_scores_prefill_kernel(
         req_to_token_row = req_to_token_ptr + tl.load(request_ptr).to(tl.int64) * request_stride
         slot = _tile_slot(req_to_token_row, tl.program_id(0), tl.program_id(0) + 1, RATIO, BLOCK_N)
         data, scales = _load_keys(cache_ptr, slot + lane, first + lane < longest, page_stride)
-        even, odd = _decode_keys(data, scales, PTX)
+        k_zero, k_one, k_two, k_three = _decode_keys(data, scales, PTX)
         head = tl.arange(0, HEADS_PAD)
-        q_tile = tl.arange(0, 64)[:, None] * HEADS_PAD + head[None, :]
-        for index in tl.range(first_row, last_row):
-            row = index.to(tl.int64)
-            q_row = q_ptr + row * (128 * HEADS_PAD)
-            q_even = tl.load(q_row + q_tile)
-            q_odd = tl.load(q_row + 64 * HEADS_PAD + q_tile)
+        q_tile = tl.arange(0, 32)[:, None] * HEADS_PAD + head[None, :]
+        for index in tl.range(0, last_row - first_row):
+            row = first_row.to(tl.int64) + index
+            q_row = q_ptr + row * (128 * HEADS_PAD) + q_tile
+            q_zero, q_one = tl.load(q_row), tl.load(q_row + 32 * HEADS_PAD)
+            q_two, q_three = tl.load(q_row + 64 * HEADS_PAD), tl.load(q_row + 96 * HEADS_PAD)
             weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
             visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
-            scores = _score(even, odd, q_even, q_odd, weights)
+            scores = _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights)
             _store_scores(
                 scores,
                 first,
@@ -310,7 +323,7 @@ def index_scores_candidates(
     visible: Tensor,
     ratio: int,
     blocks: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
     check_rows("requests", requests, (rows,), INT_TYPES)
     check_rows("blocks", blocks, (rows, None), (torch.int32,))
@@ -318,6 +331,7 @@ def index_scores_candidates(
         raise ValueError(f"blocks must be contiguous, got strides {blocks.stride()}: copy them first")
     num_blocks = blocks.shape[1]
     logits = torch.empty(rows, num_blocks * BLOCK_ENTRIES, dtype=torch.float32, device=q.device)
+    block_max = torch.empty(rows, num_blocks, dtype=torch.float32, device=q.device)
     if logits.numel():
         grid = (triton.cdiv(logits.shape[1], _CANDIDATE_TILE["BLOCK_N"]), rows)
         _index_scores_candidates_kernel[grid](
@@ -329,6 +343,7 @@ def index_scores_candidates(
             visible,
             blocks,
             logits,
+            block_max,
             cache.stride(0),
             req_to_token.stride(0),
             num_blocks,
@@ -338,7 +353,7 @@ def index_scores_candidates(
             PTX=uses_inline_ptx(),
             **_CANDIDATE_TILE,
         )
-    return logits
+    return logits, block_max
 
 
 def index_scores_prefill(
@@ -381,10 +396,10 @@ def index_scores_prefill(
 
 
 def _split_q(q: Tensor, heads_pad: int) -> Tensor:
-    """bf16 [n, heads, 128] -> contiguous [n, 2, 64, heads_pad], so that a row's tile loads in order."""
+    """bf16 [n, heads, 128] -> contiguous [n, 4, 32, heads_pad], so that a row's tile loads in order."""
     rows, heads, dims = q.shape
-    split = q.new_zeros(rows, 2, dims // 2, heads_pad) if heads < heads_pad else None
-    turned = q.view(rows, heads, dims // 2, 2).permute(0, 3, 2, 1)
+    split = q.new_zeros(rows, 4, dims // 4, heads_pad) if heads < heads_pad else None
+    turned = q.view(rows, heads, dims // 4, 4).permute(0, 3, 2, 1)
     if split is None:
         return turned.contiguous()
     split[..., :heads] = turned

@@ -15,7 +15,7 @@ pair, or -1 to read ring row `pending_reads[i]`; a negative ring row keeps nothi
 `pool_decode` is the form of one row per request with fixed shapes, for CUDA graphs. An even position keeps
 its kv and score in ring row `requests * ring + positions % ring` and emits nothing: latent 0, slot -1,
 position 0. An odd one reads the ring row of the position before it, and emits the latent with slot
-`out_slots // 2` and the position of the pair's first token. A row with a negative request or a negative out_slot is padding:
+`out_slots // 2` and the position of the pair's first token. A row with a negative request or out_slot is padding:
 it reads and writes no ring row and emits nothing. Requests of one call are distinct.
 
 Rows of kv and score may be strided. One program per row.

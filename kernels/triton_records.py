@@ -73,6 +73,32 @@ _EVEN_ODD_E2M1 = tl.constexpr("""
 }
 """)
 
+_QUARTERS_E2M1 = tl.constexpr("""
+{
+    .reg .b32 s, m, zero;
+    mov.b32 zero, 0x80008000;
+    shl.b32 s, $4, 12;
+    shl.b32 m, $4, 6;
+    and.b32 s, s, 0x80008000;
+    lop3.b32 s, m, 0x01C001C0, s, 0xEA;
+    fma.rn.bf16x2 $0, s, $5, zero;
+    shl.b32 s, $4, 8;
+    shl.b32 m, $4, 2;
+    and.b32 s, s, 0x80008000;
+    lop3.b32 s, m, 0x01C001C0, s, 0xEA;
+    fma.rn.bf16x2 $1, s, $5, zero;
+    shl.b32 s, $4, 4;
+    shr.u32 m, $4, 2;
+    and.b32 s, s, 0x80008000;
+    lop3.b32 s, m, 0x01C001C0, s, 0xEA;
+    fma.rn.bf16x2 $2, s, $5, zero;
+    and.b32 s, $4, 0x80008000;
+    shr.u32 m, $4, 6;
+    lop3.b32 s, m, 0x01C001C0, s, 0xEA;
+    fma.rn.bf16x2 $3, s, $5, zero;
+}
+""")
+
 
 def uses_inline_ptx() -> bool:
     """Whether kernels decode with inline PTX: always, except in the interpreter, which has none."""
@@ -154,6 +180,24 @@ def decode_e2m1_pairs(pairs, multiplier, PTX: tl.constexpr):
         even = (_from_bits(((bits & 0x8) << 12) | ((bits & 0x7) << 6)).to(tl.float32) * scale).to(tl.bfloat16)
         odd = (_from_bits(((bits & 0x80) << 8) | ((bits & 0x70) << 2)).to(tl.float32) * scale).to(tl.bfloat16)
     return even, odd
+
+
+@triton.jit
+def decode_e2m1_quarters(words, multiplier, PTX: tl.constexpr):
+    """int16 [...] of four nibbles, bf16 multiplier (broadcast) -> bf16 dims 0, 1, 2, 3 modulo 4, [...] each."""
+    if PTX:
+        zero, one, two, three = tl.inline_asm_elementwise(
+            _QUARTERS_E2M1,
+            "=r,=r,=r,=r,r,r",
+            [words, multiplier],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        zero, one = decode_e2m1_pairs(words & 0xFF, multiplier, PTX)
+        two, three = decode_e2m1_pairs((words >> 8) & 0xFF, multiplier, PTX)
+    return zero, one, two, three
 
 
 @triton.jit

@@ -10,10 +10,10 @@ The contract of `sparse_attention.py`: keys are values too, a slot of -1 (anywhe
 nothing, a row without keys gives zeros, any number of heads. Dots are bf16 with fp32 accumulation, scores and the
 denominator fp32, P is rounded to bf16 for the product with V, as in the published code.
 
-One program takes a row, a tile of heads and a share of the row's key blocks: it gathers packed records, decodes
-them into even and odd dims, and holds the two halves of the output as separate accumulators, so nothing is
-interleaved before the end. Where rows are few a row's key blocks are split over programs, which leave
-unnormalised fp32 sums for `_combine_kernel`.
+One program takes a row, a tile of heads and a share of the row's key blocks: it gathers packed records ahead of use,
+decodes a tile of them and uses it twice, as keys and as values. Where rows are few a row's key blocks are split over
+programs, which leave unnormalised fp32 sums for `_combine_kernel`. A tile of 64 heads runs on warpgroup dots over
+whole rows (sm_90); smaller ones on warp dots, with even and odd dims as two tiles, which no one need interleave.
 """
 
 from __future__ import annotations
@@ -42,35 +42,57 @@ class Tile(NamedTuple):
     stages: int
 
 
+# From a sweep on one H200 (128 + 512 keys, heads 64 and 16, rows 1, 16, 32, 128; us):
+#   heads 64: 13.9, 23.5, 30.5, 59.8    heads 16: 13.9, 16.7, 23.1, 56.5
+# Halving the output dims per program, 32 heads, and 32 keys per step with warpgroup dots all lost.
+_WARPGROUP_TILE = (64, 64, 8, 2)
+_WARP_TILE = (16, 32, 4, 3)
+_MAX_SPLITS = 8
+_MULTIPROCESSORS = 132
+
+
 def choose_tile(rows: int, heads: int, keys: int, capability: int) -> Tile:
     """The tile of a launch, from host numbers only, so that a captured graph keeps it."""
-    if capability // 10 == 9 and heads > 32 and rows > 32:
-        tile_heads, tile_keys, warps = 64, 64, 8
-    else:
-        tile_heads, tile_keys, warps = 16, 32, 4
+    narrow = rows * triton.cdiv(heads, 16) * _MAX_SPLITS
+    # While narrow tiles fill the card at most twice, they hide each other's waits better.
+    wide = capability // 10 == 9 and heads > 16 and narrow > 2 * _MULTIPROCESSORS
+    tile_heads, tile_keys, warps, stages = _WARPGROUP_TILE if wide else _WARP_TILE
     programs = rows * triton.cdiv(heads, tile_heads)
-    blocks = triton.cdiv(keys, tile_keys)
+    room = _MULTIPROCESSORS if wide else 2 * _MULTIPROCESSORS
     splits = 1
-    while programs * splits * 2 <= 264 and blocks // (splits * 2) >= 2:
+    while splits < _MAX_SPLITS and 2 * splits * programs <= room and 4 * splits * tile_keys <= 2 * keys:
         splits *= 2
-    return Tile(tile_heads, tile_keys, splits, warps, 2)
+    return Tile(tile_heads, tile_keys, splits, warps, stages)
 
 
 @triton.jit
-def _attend_tile(
-    q_even, q_odd, even, odd, present, scale_log2, peak, total, out_even, out_odd, BLOCK_N: tl.constexpr
-):
-    """One step of the online softmax over a decoded tile."""
-    scores = tl.dot(q_odd, tl.trans(odd), tl.dot(q_even, tl.trans(even))) * scale_log2
-    scores = tl.where(present[None, :], scores, float("-inf"))
+def _attend_tile(q, q_odd, even, odd, present, heads, scale_log2, peak, total, out, out_odd, WHOLE: tl.constexpr):
+    """One step of the online softmax over a decoded tile, bf16 [BLOCK_N, 256] even and odd dims.
+
+    WHOLE joins the dims: q and out are [BLOCK_H, 512]. Otherwise each pair holds even and odd dims, [BLOCK_H, 256].
+    """
+    if WHOLE:
+        keys = tl.interleave(even, odd)
+        # The first branch is always taken. Seen side by side, the compiler lays this dot out for the one that follows,
+        # all warps along the heads, and two warpgroups compute the same scores.
+        if heads > 0:
+            scores = tl.dot(q, tl.trans(keys))
+        else:
+            scores = tl.dot(q, tl.trans(keys)) * 2
+    else:
+        scores = tl.dot(q_odd, tl.trans(odd), tl.dot(q, tl.trans(even)))
+    scores = tl.where(present[None, :], scores * scale_log2, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, axis=1))
     rescale = tl.exp2(peak - new_peak)
     weights = tl.exp2(scores - new_peak[:, None])
     total = total * rescale + tl.sum(weights, axis=1)
     weights = weights.to(tl.bfloat16)
-    out_even = tl.dot(weights, even, out_even * rescale[:, None])
-    out_odd = tl.dot(weights, odd, out_odd * rescale[:, None])
-    return new_peak, total, out_even, out_odd
+    if WHOLE:
+        out = tl.dot(weights, keys, out * rescale[:, None])
+    else:
+        out = tl.dot(weights, even, out * rescale[:, None])
+        out_odd = tl.dot(weights, odd, out_odd * rescale[:, None])
+    return new_peak, total, out, out_odd
 
 
 @triton.jit
@@ -82,7 +104,7 @@ def _sparse_attention_kernel(
     main_slots_ptr,  # int [n, topk], row stride `main_row`; unused where MAIN_BLOCKS is 0
     sink_ptr,  # fp32 [heads]
     out_ptr,  # bf16 [n, heads, 512] contiguous
-    partial_ptr,  # fp32 [n, SPLITS, heads, 512], unused where SPLITS is 1: even dims, then odd dims
+    partial_ptr,  # fp32 [n, SPLITS, heads, 512], unused where SPLITS is 1
     peaks_ptr,  # fp32 [n, SPLITS, heads, 2], unused where SPLITS is 1: peak (base 2) and total
     q_row,
     q_head,
@@ -97,10 +119,11 @@ def _sparse_attention_kernel(
     SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    # Head tiles and splits of a row are neighbours, so that they share its records in L2.
+    # Programs of a row are neighbours, so that they share its records in L2.
     head_tiles = tl.cdiv(heads, BLOCK_H)
     program = tl.program_id(0)
     row = (program // (head_tiles * SPLITS)).to(tl.int64)
@@ -113,48 +136,50 @@ def _sparse_attention_kernel(
 
     dim = tl.arange(0, 512)
     q = tl.load(q_ptr + row * q_row + head[:, None] * q_head + dim[None, :], mask=in_heads[:, None], other=0.0)
-    q_even, q_odd = tl.split(tl.reshape(q, (BLOCK_H, 256, 2)))
+    q_odd = q
+    if not WHOLE:
+        q, q_odd = tl.split(tl.reshape(q, (BLOCK_H, 256, 2)))
     # A finite start keeps a row without keys at exp(-inf) = 0 rather than NaN.
     peak = tl.full((BLOCK_H,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
-    out_even = tl.zeros((BLOCK_H, 256), tl.float32)
-    out_odd = tl.zeros((BLOCK_H, 256), tl.float32)
+    out = tl.zeros((BLOCK_H, 512 if WHOLE else 256), tl.float32)
+    # Unused where WHOLE: the smallest thing that can be carried.
+    out_odd = total if WHOLE else tl.zeros((BLOCK_H, 256), tl.float32)
     lane = tl.arange(0, BLOCK_N)
 
     for block in tl.range(first, tl.minimum(last, WINDOW_BLOCKS), num_stages=STAGES):
         key = block * BLOCK_N + lane
         slots = tl.load(swa_slots_ptr + row * swa_row + key, mask=key < window, other=-1).to(tl.int64)
         even, odd = load_swa_tile(swa_ptr, slots, slots >= 0, PTX)
-        peak, total, out_even, out_odd = _attend_tile(
-            q_even, q_odd, even, odd, slots >= 0, scale_log2, peak, total, out_even, out_odd, BLOCK_N
+        peak, total, out, out_odd = _attend_tile(
+            q, q_odd, even, odd, slots >= 0, heads, scale_log2, peak, total, out, out_odd, WHOLE
         )
     for block in tl.range(tl.maximum(first, WINDOW_BLOCKS), last, num_stages=STAGES):
         key = (block - WINDOW_BLOCKS) * BLOCK_N + lane
         slots = tl.load(main_slots_ptr + row * main_row + key, mask=key < topk, other=-1).to(tl.int64)
         even, odd = load_main_tile(main_ptr, slots, slots >= 0, PTX)
-        peak, total, out_even, out_odd = _attend_tile(
-            q_even, q_odd, even, odd, slots >= 0, scale_log2, peak, total, out_even, out_odd, BLOCK_N
+        peak, total, out, out_odd = _attend_tile(
+            q, q_odd, even, odd, slots >= 0, heads, scale_log2, peak, total, out, out_odd, WHOLE
         )
 
-    half = tl.arange(0, 256)
+    if not WHOLE:
+        out = tl.interleave(out, out_odd)
     if SPLITS == 1:
         sink = tl.load(sink_ptr + head, mask=in_heads, other=0.0)
         total += tl.exp2(sink * 1.4426950408889634 - peak)
         norm = tl.where(total > 0, UNSHIFT / total, 0.0)[:, None]
-        out = tl.interleave((out_even * norm).to(tl.bfloat16), (out_odd * norm).to(tl.bfloat16))
-        tl.store(out_ptr + (row * heads + head[:, None]) * 512 + dim[None, :], out, mask=in_heads[:, None])
+        target = out_ptr + (row * heads + head[:, None]) * 512 + dim[None, :]
+        tl.store(target, (out * norm).to(tl.bfloat16), mask=in_heads[:, None])
     else:
         partial = (row * SPLITS + split) * heads + head
-        target = partial_ptr + partial[:, None] * 512 + half[None, :]
-        tl.store(target, out_even, mask=in_heads[:, None])
-        tl.store(target + 256, out_odd, mask=in_heads[:, None])
+        tl.store(partial_ptr + partial[:, None] * 512 + dim[None, :], out, mask=in_heads[:, None])
         tl.store(peaks_ptr + partial * 2, peak, mask=in_heads)
         tl.store(peaks_ptr + partial * 2 + 1, total, mask=in_heads)
 
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr,  # fp32 [n, SPLITS, heads, 512]: even dims, then odd dims
+    partial_ptr,  # fp32 [n, SPLITS, heads, 512]
     peaks_ptr,  # fp32 [n, SPLITS, heads, 2]: peak (base 2) and total
     sink_ptr,  # fp32 [heads]
     out_ptr,  # bf16 [n, heads, 512] contiguous
@@ -172,12 +197,10 @@ def _combine_kernel(
     total = tl.sum(totals * weights, axis=0)
     total += tl.exp2(tl.load(sink_ptr + head) * 1.4426950408889634 - peak)
     norm = tl.where(total > 0, UNSHIFT / total, 0.0)
-    half = tl.arange(0, 256)
-    source = partial_ptr + partial[:, None] * 512 + half[None, :]
-    even = tl.sum(tl.load(source) * weights[:, None], axis=0) * norm
-    odd = tl.sum(tl.load(source + 256) * weights[:, None], axis=0) * norm
-    out = tl.interleave(even.to(tl.bfloat16), odd.to(tl.bfloat16))
-    tl.store(out_ptr + (row * heads + head) * 512 + tl.arange(0, 512), out)
+    dim = tl.arange(0, 512)
+    parts = tl.load(partial_ptr + partial[:, None] * 512 + dim[None, :])
+    out = tl.sum(parts * weights[:, None], axis=0) * norm
+    tl.store(out_ptr + (row * heads + head) * 512 + dim, out.to(tl.bfloat16))
 
 
 def sparse_attention(
@@ -224,6 +247,7 @@ def sparse_attention(
         SPLITS=tile.splits,
         BLOCK_H=tile.heads,
         BLOCK_N=tile.keys,
+        WHOLE=tile.heads >= 64,
         STAGES=tile.stages,
         PTX=uses_inline_ptx(),
         num_warps=tile.warps,

@@ -1,7 +1,9 @@
 """Top-K by score, the candidate pool by block maximum, and slots of positions, on CUDA (spec 2.6, 2.7).
 
-    select_topk(scores fp32 [n, width], visible int [n], k, maxima) -> int32 [n, k]
-    select_in_blocks(scores fp32 [n, b * 8], blocks int32 [n, b], visible int [n], k) -> int32 [n, k]
+    select_topk(scores fp32 [n, width], visible int [n], k, block_max fp32 [n, width / 8] | None,
+                tile_max fp32 [n, width / 64] | None) -> int32 [n, k]
+    select_in_blocks(scores fp32 [n, b * 8], block_max fp32 [n, b], blocks int32 [n, b], visible int [n], k)
+        -> int32 [n, k] positions, scores and maxima as `index_scores_candidates` gives them
     candidate_blocks(block_max fp32 [n, blocks], tile_max fp32 [n, blocks / 8], visible int [n], topk_blocks)
         -> int32 [n, topk_blocks]
     compressed_slots(positions int [n, k], req_to_token, requests int [n], ratio) -> int64 [n, k]
@@ -13,11 +15,12 @@ past the visible entries are not read.
 
 A row's k best lie in its k best blocks, ranked by (maximum, lower block first): a block outside them has k
 blocks ahead of it, each with an entry that wins against all of its own. So a wide row narrows level by level,
-1M entries -> 16384 maxima of 64 -> k tiles' maxima of 8 -> k blocks' entries, each level small enough for
-registers. `maxima` are those that `triton_index_scores` leaves behind.
+1M entries -> 2048 maxima of 512 -> k groups' maxima of 64 -> k tiles' maxima of 8 -> k blocks' entries, each level
+small enough for registers. The maxima are those that `triton_index_scores` leaves behind.
 
 One program per row: its keys (fp32 in an order-preserving integer form) stay in registers; the k-th largest is
-found two bits at a time by counting; a prefix sum gives each kept entry its place. Levels of one row run in one
+found two bits at a time by counting, until exactly k are
+separated; a prefix sum gives each kept entry its place. Levels of one row run in one
 program.
 """
 
@@ -34,6 +37,7 @@ from sglang_csa2.kernels.triton_records import INT_TYPES, check_rows
 MAX_KEYS = 16384
 BLOCK_ENTRIES = 8
 TILE_BLOCKS = 8
+TILE_ENTRIES = 64
 
 
 @triton.jit
@@ -46,42 +50,49 @@ def _ordered(scores, allowed):
 
 
 @triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _at_least(keys, threshold):
+    """Whether each key reaches an unsigned threshold, int32; flipping the top bit compares it signed."""
+    return (keys >= (threshold ^ 0x80000000).to(tl.int32, bitcast=True)).to(tl.int32)
 
 
 @triton.jit
 def _places(keys, k):
     """keys int32 [N] -> place of each kept key in the result, int32 [N], -1 where not kept; and their number."""
-    # The threshold is built from the top bit down in unsigned order; flipping the top bit compares it signed.
+    # The threshold is built from the top bit down, until it separates exactly k keys or has no bits left.
     threshold = tl.full((), 0, tl.uint32)
-    for step in range(16):
-        shift = 30 - 2 * step
-        one = (threshold | (tl.full((), 1, tl.uint32) << shift)) ^ 0x80000000
-        two = (threshold | (tl.full((), 2, tl.uint32) << shift)) ^ 0x80000000
-        three = (threshold | (tl.full((), 3, tl.uint32) << shift)) ^ 0x80000000
-        at_one, at_two, at_three = tl.reduce(
+    unit = tl.full((), 1 << 30, tl.uint32)
+    reached = k + 1
+    while (unit > 0) & (reached != k):
+        # Counts are at most 16384: two share an integer.
+        low, at_three = tl.reduce(
             (
-                (keys >= one.to(tl.int32, bitcast=True)).to(tl.int32),
-                (keys >= two.to(tl.int32, bitcast=True)).to(tl.int32),
-                (keys >= three.to(tl.int32, bitcast=True)).to(tl.int32),
+                _at_least(keys, threshold + unit) + (_at_least(keys, threshold + 2 * unit) << 16),
+                _at_least(keys, threshold + 3 * unit),
             ),
             0,
-            _add3,
+            _add2,
         )
+        at_one, at_two = low & 0xFFFF, low >> 16
         digit = (at_one >= k).to(tl.uint32) + (at_two >= k).to(tl.uint32) + (at_three >= k).to(tl.uint32)
-        threshold = threshold | (digit << shift)
+        threshold += digit * unit
+        reached = tl.where(digit == 3, at_three, tl.where(digit == 2, at_two, tl.where(digit == 1, at_one, reached)))
+        unit = unit >> 2
     limit = (threshold ^ 0x80000000).to(tl.int32, bitcast=True)
     above = keys > limit
     tied = (keys == limit) & (keys != -2147483648)
-    room = k - tl.sum(above.to(tl.int32), axis=0)
-    # Both counts in one scan: at most 16384 each.
-    counts = tl.cumsum(above.to(tl.int32) + (tied.to(tl.int32) << 16), axis=0)
+    both = above.to(tl.int32) + (tied.to(tl.int32) << 16)
+    totals = tl.sum(both, axis=0)
+    room = k - (totals & 0xFFFF)
+    counts = tl.cumsum(both, axis=0)
     tied_before = counts >> 16
     kept = above | (tied & (tied_before <= room))
     place = (counts & 0xFFFF) + tl.minimum(tied_before, room) - 1
-    number = tl.sum(kept.to(tl.int32), axis=0)
-    return tl.where(kept, place, -1), number
+    return tl.where(kept, place, -1), (totals & 0xFFFF) + tl.minimum(totals >> 16, room)
 
 
 @triton.jit
@@ -107,29 +118,33 @@ def _choose_all(scores_ptr, width, forced, chosen_ptr, k, N: tl.constexpr, K_PAD
 
 @triton.jit
 def _choose_children(
-    parents_ptr,
-    parents,
-    scores_ptr,
-    width,
-    forced,
-    chosen_ptr,
-    k,
-    CHILDREN: tl.constexpr,
-    COMPACT: tl.constexpr,
-    N: tl.constexpr,
-    K_PAD: tl.constexpr,
+    parents_ptr, parents, scores_ptr, width, forced, chosen_ptr, k, N: tl.constexpr, K_PAD: tl.constexpr
 ):
-    """The k best among the children of listed parents (ascending, -1 for none), `width` children in all."""
+    """The k best among the 8 children of each listed parent (ascending, -1 for none), `width` children in all."""
     column = tl.arange(0, N)
-    parent = tl.load(parents_ptr + column // CHILDREN, mask=column // CHILDREN < parents, other=-1)
-    child = parent * CHILDREN + column % CHILDREN
+    parent = tl.load(parents_ptr + column // 8, mask=column // 8 < parents, other=-1)
+    child = parent * 8 + column % 8
     here = (parent >= 0) & (child < width)
-    source = column if COMPACT else child
-    scores = tl.load(scores_ptr + source, mask=here, other=0.0)
+    scores = tl.load(scores_ptr + child, mask=here, other=0.0)
     keys = _ordered(scores, here)
     keys = tl.where(here & (child == forced), 2147483647, keys)
     places, number = _places(keys, k)
     _emit(chosen_ptr, child, places, number, k, K_PAD)
+
+
+@triton.jit
+def _choose_listed(
+    columns_ptr, columns, scores_ptr, blocks_ptr, visible, chosen_ptr, k, N: tl.constexpr, K_PAD: tl.constexpr
+):
+    """The k best entries of listed columns of a block list (ascending, -1 for none), as positions."""
+    lane = tl.arange(0, N)
+    column = tl.load(columns_ptr + lane // 8, mask=lane // 8 < columns, other=-1)
+    block = tl.load(blocks_ptr + column, mask=column >= 0, other=-1)
+    position = block * 8 + lane % 8
+    here = (block >= 0) & (position < visible)
+    scores = tl.load(scores_ptr + column * 8 + lane % 8, mask=here, other=0.0)
+    places, number = _places(_ordered(scores, here), k)
+    _emit(chosen_ptr, position, places, number, k, K_PAD)
 
 
 @triton.jit
@@ -153,50 +168,69 @@ def _select_wide_kernel(
     block_max_ptr,  # fp32 [n, width / 8]
     tile_max_ptr,  # fp32 [n, width / 64]
     visible_ptr,  # int [n]
-    scratch_ptr,  # int32 [n, 2, k]: chosen tiles, then chosen blocks
+    scratch_ptr,  # int32 [n, 3, k]: chosen groups of 8 tiles, then tiles, then blocks
     chosen_ptr,  # int32 [n, k]
     width,
     k,
-    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
     CHILDREN: tl.constexpr,
     K_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
-    tiles_ptr = scratch_ptr + row * (2 * k)
-    blocks_ptr = tiles_ptr + k
+    groups_ptr = scratch_ptr + row * (3 * k)
+    tiles_ptr, blocks_ptr = groups_ptr + k, groups_ptr + 2 * k
+    scores_row = scores_ptr + row * width
+    block_max_row = block_max_ptr + row * (width // 8)
+    tile_max_row = tile_max_ptr + row * (width // 64)
     chosen_row = chosen_ptr + row * k
     if visible <= CHILDREN:
-        _choose_all(scores_ptr + row * width, visible, -1, chosen_row, k, CHILDREN, K_PAD)
+        _choose_all(scores_row, visible, -1, chosen_row, k, CHILDREN, K_PAD)
     else:
-        _choose_all(tile_max_ptr + row * (width // 64), tl.cdiv(visible, 64), -1, tiles_ptr, k, TILES, K_PAD)
+        tiles = tl.cdiv(visible, 64)
+        if tiles <= CHILDREN:
+            _choose_all(tile_max_row, tiles, -1, tiles_ptr, k, CHILDREN, K_PAD)
+        else:
+            group = tl.arange(0, GROUPS)
+            tile = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+            maxima = tl.load(tile_max_row + tile, mask=tile < tiles, other=float("-inf"))
+            places, number = _places(_ordered(tl.max(maxima, axis=1), group * 8 < tiles), k)
+            _emit(groups_ptr, group, places, number, k, K_PAD)
+            tl.debug_barrier()
+            _choose_children(groups_ptr, k, tile_max_row, tiles, -1, tiles_ptr, k, CHILDREN, K_PAD)
         tl.debug_barrier()
-        blocks = tl.cdiv(visible, 8)
-        _choose_children(
-            tiles_ptr, k, block_max_ptr + row * (width // 8), blocks, -1, blocks_ptr, k, 8, False, CHILDREN, K_PAD
-        )
+        _choose_children(tiles_ptr, k, block_max_row, tl.cdiv(visible, 8), -1, blocks_ptr, k, CHILDREN, K_PAD)
         tl.debug_barrier()
-        _choose_children(
-            blocks_ptr, k, scores_ptr + row * width, visible, -1, chosen_row, k, 8, False, CHILDREN, K_PAD
-        )
+        _choose_children(blocks_ptr, k, scores_row, visible, -1, chosen_row, k, CHILDREN, K_PAD)
 
 
 @triton.jit
 def _select_in_blocks_kernel(
     scores_ptr,  # fp32 [n, num_blocks * 8]
+    block_max_ptr,  # fp32 [n, num_blocks]
     blocks_ptr,  # int32 [n, num_blocks]
     visible_ptr,  # int [n]
+    scratch_ptr,  # int32 [n, k]: chosen columns of the list
     chosen_ptr,  # int32 [n, k]
     num_blocks,
     k,
-    N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHILDREN: tl.constexpr,
     K_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     visible = tl.load(visible_ptr + row).to(tl.int32)
-    scores_row = scores_ptr + row * (num_blocks * 8)
     blocks_row = blocks_ptr + row * num_blocks
-    _choose_children(blocks_row, num_blocks, scores_row, visible, -1, chosen_ptr + row * k, k, 8, True, N, K_PAD)
+    columns_ptr = scratch_ptr + row * k
+    column = tl.arange(0, COLUMNS)
+    listed = column < num_blocks
+    block = tl.load(blocks_row + column, mask=listed, other=-1)
+    maxima = tl.load(block_max_ptr + row * num_blocks + column, mask=listed, other=0.0)
+    places, number = _places(_ordered(maxima, (block >= 0) & (block * 8 < visible)), k)
+    _emit(columns_ptr, column, places, number, k, K_PAD)
+    tl.debug_barrier()
+    scores_row = scores_ptr + row * (num_blocks * 8)
+    _choose_listed(columns_ptr, k, scores_row, blocks_row, visible, chosen_ptr + row * k, k, CHILDREN, K_PAD)
 
 
 @triton.jit
@@ -223,7 +257,7 @@ def _candidate_blocks_kernel(
         tiles_ptr = scratch_ptr + row * k
         _choose_all(tile_max_ptr + row * (blocks // 8), tl.cdiv(seen, 8), newest // 8, tiles_ptr, k, TILES, K_PAD)
         tl.debug_barrier()
-        _choose_children(tiles_ptr, k, maxima, seen, newest, chosen_row, k, 8, False, CHILDREN, K_PAD)
+        _choose_children(tiles_ptr, k, maxima, seen, newest, chosen_row, k, CHILDREN, K_PAD)
 
 
 @triton.jit
@@ -249,57 +283,64 @@ def _compressed_slots_kernel(
 def select_topk(
     scores: Tensor, visible: Tensor, k: int, *, block_max: Tensor | None = None, tile_max: Tensor | None = None
 ) -> Tensor:
-    """The maxima are needed where `scores` is wider than MAX_KEYS, and then `k` is at most MAX_KEYS / 8."""
+    """With both maxima, level by level; without, only up to MAX_KEYS wide."""
     rows, width = _check_rows("scores", scores, visible, k)
     chosen = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if not rows:
         return chosen
     k_pad = triton.next_power_of_2(k)
-    if width <= MAX_KEYS:
+    children = max(128, k_pad * BLOCK_ENTRIES)
+    if width <= (MAX_KEYS if block_max is None else children):
         keys = max(128, triton.next_power_of_2(width))
         _select_kernel[(rows,)](scores, visible, chosen, width, k, N=keys, K_PAD=k_pad, num_warps=_warps(keys))
         return chosen
     _check_levels(width // BLOCK_ENTRIES, block_max, tile_max, rows, k)
-    scratch = torch.empty(rows, 2, k, dtype=torch.int32, device=scores.device)
-    tiles = triton.next_power_of_2(width // BLOCK_ENTRIES // TILE_BLOCKS)
-    children = k_pad * TILE_BLOCKS
+    groups = max(128, triton.next_power_of_2(triton.cdiv(width, TILE_ENTRIES * BLOCK_ENTRIES)))
     _select_wide_kernel[(rows,)](
         scores,
         block_max,
         tile_max,
         visible,
-        scratch,
+        torch.empty(rows, 3, k, dtype=torch.int32, device=scores.device),
         chosen,
         width,
         k,
-        TILES=tiles,
+        GROUPS=groups,
         CHILDREN=children,
         K_PAD=k_pad,
-        num_warps=_warps(max(tiles, children)),
+        num_warps=_warps(max(groups, children)),
     )
     return chosen
 
 
-def select_in_blocks(scores: Tensor, blocks: Tensor, visible: Tensor, k: int) -> Tensor:
+def select_in_blocks(scores: Tensor, block_max: Tensor, blocks: Tensor, visible: Tensor, k: int) -> Tensor:
     rows, width = _check_rows("scores", scores, visible, k)
-    check_rows("blocks", blocks, (rows, width // BLOCK_ENTRIES), (torch.int32,))
-    if not blocks.is_contiguous():
-        raise ValueError(f"blocks must be contiguous, got strides {blocks.stride()}: copy them first")
-    if width > MAX_KEYS:
-        raise ValueError(f"a pool of {width} entries exceeds the {MAX_KEYS} that a program holds: list fewer blocks")
+    num_blocks = width // BLOCK_ENTRIES
+    check_rows("block_max", block_max, (rows, num_blocks), (torch.float32,))
+    check_rows("blocks", blocks, (rows, num_blocks), (torch.int32,))
+    if not (blocks.is_contiguous() and block_max.is_contiguous()):
+        raise ValueError(
+            f"blocks and block_max must be contiguous, got strides {blocks.stride()}, {block_max.stride()}: copy them"
+        )
+    if max(num_blocks, k * BLOCK_ENTRIES) > MAX_KEYS:
+        raise ValueError(f"{num_blocks} blocks or k = {k} exceed the {MAX_KEYS} keys of a program: list fewer blocks")
     chosen = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if rows:
-        keys = max(128, triton.next_power_of_2(width))
+        k_pad = triton.next_power_of_2(k)
+        columns, children = max(128, triton.next_power_of_2(num_blocks)), max(128, k_pad * BLOCK_ENTRIES)
         _select_in_blocks_kernel[(rows,)](
             scores,
+            block_max,
             blocks,
             visible,
+            torch.empty_like(chosen),
             chosen,
-            blocks.shape[1],
+            num_blocks,
             k,
-            N=keys,
-            K_PAD=triton.next_power_of_2(k),
-            num_warps=_warps(keys),
+            COLUMNS=columns,
+            CHILDREN=children,
+            K_PAD=k_pad,
+            num_warps=_warps(max(columns, children)),
         )
     return chosen
 
@@ -351,8 +392,8 @@ def compressed_slots(positions: Tensor, req_to_token: Tensor, requests: Tensor, 
 
 
 def _warps(keys: int) -> int:
-    """16 keys per thread, within a program's limits."""
-    return min(32, max(4, keys // 512))
+    """8 keys per thread, within a program's limits."""
+    return min(32, max(4, keys // 256))
 
 
 def _check_rows(name: str, scores: Tensor, visible: Tensor, k: int) -> tuple[int, int]:

@@ -1,0 +1,70 @@
+"""What the kernel tests share: random inputs, poison, and the error bound.
+
+The bound: a kernel's relative error against float64 is at most `SLACK` times that of eager bf16 torch.
+"""
+
+import os
+
+import torch
+
+from sglang_csa2.kernels.records import encode_index_k, encode_main_kv, encode_swa_kv
+from sglang_csa2.layout import INDEX_K, INDEX_PAGE_BYTES, INDEX_PAGE_SCALE_OFFSET, INDEX_PAGE_SLOTS, PAGE_TOKENS
+
+SLACK = 1.5
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EPS = 1e-20
+
+
+def pick(full, small):
+    """Parameter lists: all on a GPU, a few in the interpreter."""
+    return small if INTERPRETED else full
+
+
+def relative_error(out, ref):
+    assert torch.isfinite(out).all(), "a NaN or an infinity came out"
+    return ((out.double() - ref.double()).norm() / ref.double().norm().clamp(min=1e-300)).item()
+
+
+def rope_table(positions, device):
+    angles = torch.arange(positions, device=device).float()[:, None] * torch.logspace(0, -4, 32, device=device)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def latents(rows, dims, device):
+    """bf16 rows whose groups differ in size, with zeros of both signs among them."""
+    x = torch.randn(rows, dims, device=device) * torch.rand(rows, dims // 16, device=device).repeat_interleave(16, 1)
+    x[torch.rand_like(x) < 0.02] = 0.0
+    x[torch.rand_like(x) < 0.02] *= -1
+    return x.bfloat16()
+
+
+def swa_cache(slots, device):
+    return encode_swa_kv(latents(slots, 512, device))
+
+
+def main_cache(slots, device):
+    return encode_main_kv(latents(slots, 512, device))
+
+
+def index_cache(slots, device):
+    """uint8 [slots / 64, 64 * 68] of random keys."""
+    records = encode_index_k(latents(slots, 128, device)).view(-1, INDEX_PAGE_SLOTS, INDEX_K.bytes)
+    pages = torch.empty(len(records), INDEX_PAGE_BYTES, dtype=torch.uint8, device=device)
+    pages[:, :INDEX_PAGE_SCALE_OFFSET] = records[..., : INDEX_K.data_bytes].flatten(1)
+    pages[:, INDEX_PAGE_SCALE_OFFSET:] = records[..., INDEX_K.data_bytes :].flatten(1)
+    return pages
+
+
+def paged_context(requests, tokens, device):
+    """req_to_token int32 [requests, tokens rounded up]: each request's pages in random order; and the full slots."""
+    pages = -(-tokens // PAGE_TOKENS)
+    order = torch.randperm(requests * pages, device=device).view(requests, pages)
+    slots = order[..., None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)
+    return slots.flatten(1).int(), requests * pages * PAGE_TOKENS
+
+
+def random_slots(rows, width, slots, device, *, absent=0.0, dtype=torch.int64):
+    """Distinct slots per row where possible, a share of them -1."""
+    chosen = torch.stack([torch.randperm(max(slots, width), device=device)[:width] % slots for _ in range(rows)])
+    chosen[torch.rand(rows, width, device=device) < absent] = -1
+    return chosen.to(dtype)

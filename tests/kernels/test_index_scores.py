@@ -1,0 +1,176 @@
+"""Index scores against the reference in float64, with NaN scales in every page and slot that must not be read."""
+
+import kernel_cases as cases
+import pytest
+import torch
+
+from sglang_csa2.kernels import triton_index_scores as kernels
+from sglang_csa2.kernels.index_scores import gather_index_k
+from sglang_csa2.kernels.index_scores import index_scores as torch_form
+from sglang_csa2.layout import INDEX_PAGE_SLOTS
+from sglang_csa2.reference import index_scores as reference_scores
+from sglang_csa2.reference import quantize_index
+
+LENGTHS = cases.pick(
+    [0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 16383, 16385], [0, 1, 9, 129]
+)
+
+
+class Case:
+    """A batch of requests with `lengths` entries each, and what its entries' keys are."""
+
+    def __init__(self, lengths, ratio, heads, device, rows_per_request=1):
+        self.ratio, self.heads = ratio, heads
+        requests = len(lengths)
+        tokens = max(max(lengths) * ratio, 1)
+        self.req_to_token, slots = cases.paged_context(requests + 1, tokens, device)
+        self.cache = cases.index_cache(max(slots // ratio, 64), device)
+        self.requests = torch.randperm(requests, device=device).repeat_interleave(rows_per_request)
+        by_request = torch.tensor(lengths, device=device)
+        self.visible = by_request[self.requests]
+        rows = len(self.requests)
+        self.q = quantize_index(torch.randn(rows, heads, 128)).to(device)
+        self.weights = (torch.randn(rows, heads, device=device) * 0.02).bfloat16()
+        self.width = max(-(-max(lengths) // 64) * 64, 64) + 64
+        self._poison(by_request, device)
+
+    def _poison(self, by_request, device):
+        """Junk scales on every slot that belongs to no visible entry; stale table entries past the end."""
+        live = torch.zeros(self.cache.shape[0] * INDEX_PAGE_SLOTS, dtype=torch.bool, device=device)
+        for request, length in enumerate(by_request.tolist()):
+            first = torch.arange(length, device=device) * self.ratio
+            live[(self.req_to_token[request, first] // self.ratio).long()] = True
+        scales = self.cache[:, INDEX_PAGE_SLOTS * 64 :].view(-1, INDEX_PAGE_SLOTS, 4)
+        scales[~live.view(-1, INDEX_PAGE_SLOTS)] = 255
+
+    def keys(self, row):
+        first = torch.arange(int(self.visible[row]), device=self.cache.device) * self.ratio
+        return gather_index_k(self.cache, self.req_to_token[self.requests[row], first].long() // self.ratio)
+
+    def expected(self, row):
+        """float64 scores, and those of eager bf16."""
+        keys = self.keys(row)
+        q, weights = self.q[row : row + 1], self.weights[row : row + 1]
+        exact = reference_scores(q, keys, weights, dtype=torch.float64)[0]
+        eager = torch_form(q[:, None], weights[:, None], keys[None])[0, 0]
+        return exact, eager
+
+    def arguments(self):
+        return self.q, self.weights, self.cache, self.req_to_token
+
+
+def _check(case, row, have):
+    exact, eager = case.expected(row)
+    if not exact.numel():
+        return exact
+    error, bound = cases.relative_error(have, exact), cases.relative_error(eager, exact)
+    assert error <= max(cases.SLACK * bound, 1e-6)
+    # Nothing but fp32 accumulation separates these scores from the exact ones.
+    assert error < 1e-5
+    return have
+
+
+def _check_maxima(have, maxima, size):
+    blocks = -(-len(have) // size)
+    padded = torch.nn.functional.pad(have, (0, blocks * size - len(have)), value=-torch.inf)
+    assert torch.equal(maxima[:blocks], padded.view(blocks, size).amax(-1))
+
+
+def _poison_outputs(monkeypatch):
+    real = torch.empty
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda *size, dtype=None, device=None: real(*size, dtype=dtype, device=device).fill_(
+            torch.nan if dtype is None or dtype.is_floating_point else -77
+        ),
+    )
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("heads", cases.pick([4, 32], [4]))
+def test_decode(ratio, heads, device, monkeypatch):
+    case = Case(LENGTHS, ratio, heads, device)
+    _poison_outputs(monkeypatch)
+    scores = kernels.index_scores(*case.arguments(), case.requests, case.visible, ratio, case.width)
+    for row, length in enumerate(case.visible.tolist()):
+        have = _check(case, row, scores.logits[row, :length])
+        _check_maxima(have.float(), scores.block_max[row], 8)
+        _check_maxima(have.float(), scores.tile_max[row], 64)
+        # Work follows the length: nothing past it is touched.
+        assert scores.logits[row, length:].isnan().all()
+        assert scores.block_max[row, -(-length // 8) :].isnan().all()
+
+
+@pytest.mark.skipif(cases.INTERPRETED, reason="long")
+@pytest.mark.parametrize(("length", "ratio"), [(131073, 1), (131073, 2), (524288, 1)])
+def test_decode_long(length, ratio, device):
+    case = Case([length, 3], ratio, 32, device)
+    scores = kernels.index_scores(*case.arguments(), case.requests.int(), case.visible.int(), ratio, case.width)
+    for row, visible in enumerate(case.visible.tolist()):
+        _check_maxima(_check(case, row, scores.logits[row, :visible]), scores.tile_max[row], 64)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("length", cases.pick([1, 7, 128, 129, 513, 16385], [7, 129]))
+def test_prefill(ratio, length, device, monkeypatch):
+    rows = cases.pick([70], [3])[0]
+    case = Case([length], ratio, 32, device, rows_per_request=rows)
+    case.visible = torch.arange(length - rows + 1, length + 1, device=device).clamp(min=0)
+    case.requests = torch.zeros_like(case.visible)
+    _poison_outputs(monkeypatch)
+    scores = kernels.index_scores_prefill(*case.arguments(), case.requests[:1], case.visible, ratio, case.width)
+    bare = kernels.index_scores_prefill(
+        *case.arguments(), case.requests[:1], case.visible, ratio, case.width, maxima=False
+    )
+    assert bare.block_max is None
+    for row, visible in enumerate(case.visible.tolist()):
+        have = _check(case, row, scores.logits[row, :visible])
+        _check_maxima(have.float(), scores.block_max[row], 8)
+        _check_maxima(have.float(), scores.tile_max[row], 64)
+        assert scores.logits[row, visible:].isnan().all()
+        assert torch.equal(bare.logits[row, :visible], scores.logits[row, :visible])
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("num_blocks", cases.pick([1, 15, 16, 17, 2048], [1, 17]))
+def test_candidates(ratio, num_blocks, device, monkeypatch):
+    case = Case(LENGTHS, ratio, 32, device)
+    blocks = torch.full((len(LENGTHS), num_blocks), -1, dtype=torch.int32, device=device)
+    for row, length in enumerate(case.visible.tolist()):
+        some = torch.randperm(-(-length // 8), device=device)[: num_blocks - row % 2].sort().values
+        blocks[row, : len(some)] = some.int()
+    _poison_outputs(monkeypatch)
+    have, block_max = kernels.index_scores_candidates(*case.arguments(), case.requests, case.visible, ratio, blocks)
+    for row in range(len(LENGTHS)):
+        entries = (blocks[row, :, None] * 8 + torch.arange(8, device=device)).flatten()
+        there = (blocks[row].repeat_interleave(8) >= 0) & (entries < case.visible[row])
+        assert (have[row, ~there] == -torch.inf).all()
+        exact, _ = case.expected(row)
+        assert torch.equal(block_max[row], have[row].view(-1, 8).amax(-1))
+        if there.any():
+            assert cases.relative_error(have[row, there], exact[entries[there].long()]) < 1e-5
+
+
+@pytest.mark.skipif(cases.INTERPRETED, reason="allocates 2 GiB")
+def test_slots_past_two_gib(device):
+    case = Case([200], 1, 32, device)
+    pages = 2**31 // case.cache.shape[1] + 8
+    pages += -pages % 4
+    cache = torch.empty(pages, case.cache.shape[1], dtype=torch.uint8, device=device)
+    cache[-4:] = case.cache[:4]
+    case.cache = cache
+    case.req_to_token = torch.arange(256, device=device).view(1, -1).int() + (pages - 4) * INDEX_PAGE_SLOTS
+    case.requests.zero_()
+    scores = kernels.index_scores(*case.arguments(), case.requests, case.visible, 1, case.width)
+    keys = gather_index_k(cache, case.req_to_token[0, :200].long())
+    exact = reference_scores(case.q, keys, case.weights, dtype=torch.float64)[0]
+    assert cases.relative_error(scores.logits[0, :200], exact) < 1e-5
+
+
+def test_refusals(device):
+    case = Case([5], 1, 4, device)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        kernels.index_scores(*case.arguments(), case.requests, case.visible, 1, 100)
+    with pytest.raises(ValueError, match="ratio is 3"):
+        kernels.index_scores(*case.arguments(), case.requests, case.visible, 3, 64)

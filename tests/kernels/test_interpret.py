@@ -1,0 +1,36 @@
+"""The GPU tests at small sizes in Triton's interpreter, on the CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# The interpreter scans slowly: of the top-k tests a few do.
+SUITES = {
+    "stores and pooling": ["test_store.py", "test_pool_pairs.py", "test_gather.py"],
+    "index scores": ["test_index_scores.py"],
+    "attention": ["test_sparse_attention.py"],
+    "top-k": ["test_topk.py", "-k", "in_blocks or candidate or slots or refusals"],
+}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_interpreted(suite):
+    names, options = [], []
+    for word in SUITES[suite]:
+        (names if word.endswith(".py") else options).append(word)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *(str(HERE / n) for n in names),
+        *options,
+    ]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:]
