@@ -65,6 +65,10 @@ HOST_SYMBOLS = (
         "self, server_args, port_args",
     ),
     HostSymbol("sglang.srt.runtime_context:attention_backends", "read: the resolved backends", ""),
+    HostSymbol("sglang.srt.runtime_context:get_device", "read: the resolved device", ""),
+    HostSymbol(
+        "sglang.srt.arg_groups.model_override_base:resolving_view", "read: the device resolved so far", "server_args"
+    ),
     # Pool and budget
     HostSymbol(
         f"{_POOL}:DeepSeekV4TokenToKVPool._make_indexer_pool",

@@ -56,10 +56,13 @@ def csa2_overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
     """
     if not asks_for_csa2(server_args):
         return {}
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
     from sglang_csa2.config import Csa2Config
 
     host.check_symbols()
-    refusals.check(server_args, hf_config)
+    # The device may be left to the host, which has chosen one by now; the other settings are read as given.
+    refusals.check(server_args, hf_config, resolving_view(server_args).device)
     Csa2Config.from_hf(hf_config)
     return {"attention_backend": host.BACKEND_NAME, "dsv4_attn_backend": "flashmla"}
 
@@ -72,11 +75,11 @@ def asks_for_csa2(server_args: Any) -> bool:
 
 def before_scheduler(scheduler: Any, server_args: Any, port_args: Any) -> None:
     """In a csa2 run, install the ledger and the backend before the scheduler builds its model."""
-    from sglang.srt.runtime_context import attention_backends
+    from sglang.srt.runtime_context import attention_backends, get_device
 
-    del scheduler, port_args
+    del scheduler, server_args, port_args
     if host.BACKEND_NAME in attention_backends():
-        install(server_args.device)
+        install(get_device().device)
 
 
 def install(device: str) -> None:

@@ -22,10 +22,11 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for: the server arguments, the model's config and the environment."""
+    """What the user asked for: the server arguments, the model's config, the device it resolves to, the environment."""
 
     args: Any
     hf_config: Any
+    device: str
     env: Mapping[str, str]
 
     def arg(self, name: str) -> Any:
@@ -46,9 +47,9 @@ class Refusal:
         return asked and f"csa2 does not serve {asked}: {self.reason}. {self.remedy}."
 
 
-def check(args: Any, hf_config: Any, env: Mapping[str, str] = os.environ) -> None:
+def check(args: Any, hf_config: Any, device: str, env: Mapping[str, str] = os.environ) -> None:
     """Raises Refused with every row that applies, one line each."""
-    request = Request(args, hf_config, env)
+    request = Request(args, hf_config, device, env)
     messages = [message for refusal in REFUSALS if (message := refusal.message(request))]
     if messages:
         raise Refused("\n".join(messages))
@@ -102,8 +103,7 @@ def _mixed_backends(request: Request) -> str | None:
 
 
 def _device(request: Request) -> str | None:
-    device = request.arg("device")
-    return None if device in ("cpu", "cuda") else f"--device {device}"
+    return None if request.device in ("cpu", "cuda") else f"--device {request.device}"
 
 
 def _prefill_graphs(request: Request) -> str | None:
@@ -120,7 +120,7 @@ def _fp8_on_cpu(request: Request) -> str | None:
     quantization = getattr(request.hf_config, "quantization_config", None) or {}
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     asked = request.arg("quantization") or method
-    return f"{asked} weights on the CPU" if asked and request.arg("device") == "cpu" else None
+    return f"{asked} weights on the CPU" if asked and request.device == "cpu" else None
 
 
 _NOT_YET = "it is not supported with csa2 yet"
@@ -260,13 +260,13 @@ REFUSALS = (
     ),
     Refusal(
         "`--enable-torch-compile` on the CPU",
-        lambda r: _flag("enable_torch_compile")(r) if r.arg("device") == "cpu" else None,
+        lambda r: _flag("enable_torch_compile")(r) if r.device == "cpu" else None,
         "the backend's Python runs between compiled parts and has not been tested there",
         _DROP,
     ),
     Refusal(
         "`--enable-memory-saver` on the CPU",
-        lambda r: _flag("enable_memory_saver")(r) if r.arg("device") == "cpu" else None,
+        lambda r: _flag("enable_memory_saver")(r) if r.device == "cpu" else None,
         "the saver preloads a CUDA allocator, and the scheduler process dies without one",
         _DROP,
     ),

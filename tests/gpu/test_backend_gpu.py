@@ -20,15 +20,15 @@ DECODED = [(250, "EXTEND")] + [(1, "DECODE")] * 12
 
 
 def assert_expected(bench, request):
-    wanted = expected(bench, request)
+    wanted = expected(bench, request, score_dtype=torch.float32)
     for layer_id, out in wanted.outputs.items():
         error = relative_error(bench.output(request, layer_id), out)
         assert error < NOISE, f"layer {layer_id}: {error}"
 
 
 def assert_thresholds(bench, request, rows):
-    """The last forward's choices, judged by the reference's scores: no unchosen one is better beyond rounding."""
-    wanted = expected(bench, request)
+    """The last forward's choices are the reference's, but for scores that fp32 sums in another order tie."""
+    wanted = expected(bench, request, score_dtype=torch.float32)
     selection = bench.backend.forward_metadata.selection
     for layer_id, reference_choice in wanted.chosen.items():
         chosen = selection.topk[layer_id].positions[-rows:].long().cpu()
@@ -37,7 +37,7 @@ def assert_thresholds(bench, request, rows):
             len(set(a[a >= 0].tolist()) & set(b[b >= 0].tolist())) / max(1, int((b >= 0).sum()))
             for a, b in zip(chosen, reference_choice[-rows:], strict=True)
         ]
-        assert sum(overlap) / len(overlap) > 0.98, f"layer {layer_id}"
+        assert sum(overlap) / len(overlap) > 0.999, f"layer {layer_id}"
 
 
 @pytest.mark.parametrize("schedule", [WHOLE, CHUNKS, DECODED], ids=["whole", "chunks", "decoded"])
@@ -65,11 +65,11 @@ def test_late_layers_run_on_the_tail():
     bench = Bench(device="cuda", replays_tail=True)
     request = Request.draw(400, seed=1, slot=3)
     bench.forward([(request, 301)])
-    replayed = expected(bench, request, replayed_from=301 - 128)
+    replayed = expected(bench, request, replayed_from=301 - 128, score_dtype=torch.float32)
     for layer_id in range(5, 10):
         assert relative_error(bench.output(request, layer_id), replayed.outputs[layer_id][-128:]) < NOISE
     bench.forward([(request, 1)], "DECODE")
-    exact = expected(bench, request)
+    exact = expected(bench, request, score_dtype=torch.float32)
     for layer_id in range(10):
         assert relative_error(bench.output(request, layer_id)[-1:], exact.outputs[layer_id][-1:]) < NOISE
 

@@ -290,8 +290,13 @@ class Expected:
     eligible: dict[int, torch.Tensor]
 
 
-def expected(bench: Bench, request: Request, *, replayed_from: int | None = None) -> Expected:
-    """Run the reference. With `replayed_from`, late layers see only that position's window floor and later rows."""
+def expected(
+    bench: Bench, request: Request, *, replayed_from: int | None = None, score_dtype: torch.dtype | None = None
+) -> Expected:
+    """Run the reference. With `replayed_from`, late layers see only that position's window floor and later rows.
+
+    score_dtype: None for the published bf16 roundings of the index scores, fp32 to choose as the GPU kernels do.
+    """
     n, config = request.length, bench.config
     positions = torch.arange(n)
     main, index, result = {}, {}, Expected({}, {}, {}, {})
@@ -311,7 +316,8 @@ def expected(bench: Bench, request: Request, *, replayed_from: int | None = None
             visible = reference.visible_entries(positions, ratio)
             if spec.chooses:
                 q = layer.indexer.queries(data.q_lora, table)
-                scores = reference.index_scores(q, index[spec.kv_source], layer.indexer.head_weights(data.x))
+                weights = layer.indexer.head_weights(data.x)
+                scores = reference.index_scores(q, index[spec.kv_source], weights, dtype=score_dtype)
                 eligible = pool_mask if spec.uses_candidates else None
                 result.scores[layer.layer_id] = scores
                 result.chosen[layer.layer_id] = reference.select_topk(scores, visible, config.index_topk, eligible)

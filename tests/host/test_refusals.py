@@ -53,7 +53,7 @@ ENVIRONMENT = {
 }
 OTHERWISE = {"another model architecture", "`--device` other than `cpu` or `cuda`"}
 V41 = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v41", quantization_config=None)
-PLAIN = SimpleNamespace(attention_backend="csa2", device="cpu")
+PLAIN = SimpleNamespace(attention_backend="csa2")
 
 
 def parse(*arguments: str):
@@ -76,14 +76,14 @@ def test_every_row_has_a_test():
 def test_defaults_are_served():
     arguments = parse()
     arguments.resolve_once()
-    refusals.check(arguments, V41, env={})
+    refusals.check(arguments, V41, "cpu", env={})
 
 
 @pytest.mark.parametrize("setting", ARGS)
 def test_refused_arguments(setting):
     """The table speaks on the arguments as the host parses them."""
     with pytest.raises(refusals.Refused) as error:
-        refusals.check(parse(*ARGS[setting]), V41, env={})
+        refusals.check(parse(*ARGS[setting]), V41, "cpu", env={})
     assert message_of(setting) in str(error.value)
     assert "csa2 does not serve" in str(error.value)
 
@@ -91,7 +91,7 @@ def test_refused_arguments(setting):
 @pytest.mark.parametrize("setting", ENVIRONMENT)
 def test_refused_environment(setting):
     with pytest.raises(refusals.Refused, match=re.escape(message_of(setting))):
-        refusals.check(PLAIN, V41, env=ENVIRONMENT[setting])
+        refusals.check(PLAIN, V41, "cpu", env=ENVIRONMENT[setting])
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_refused_environment(setting):
 def test_other_models_are_refused(architecture, model_type):
     config = SimpleNamespace(architectures=[architecture], model_type=model_type)
     with pytest.raises(refusals.Refused, match="its layers are not CSA2"):
-        refusals.check(PLAIN, config, env={})
+        refusals.check(PLAIN, config, "cpu", env={})
 
 
 def test_other_devices_are_refused():
     with pytest.raises(refusals.Refused, match="--device xpu"):
-        refusals.check(SimpleNamespace(attention_backend="csa2", device="xpu"), V41, env={})
+        refusals.check(PLAIN, V41, "xpu", env={})
 
 
 def test_several_refusals_are_told_at_once():
     with pytest.raises(refusals.Refused) as error:
-        refusals.check(parse("--page-size", "128", "--enable-lora"), V41, env={"SGLANG_DSV4_KV_LAYOUT": "v41"})
+        refusals.check(parse("--page-size", "128", "--enable-lora"), V41, "cpu", {"SGLANG_DSV4_KV_LAYOUT": "v41"})
     assert len(str(error.value).splitlines()) == 3
 
 

@@ -84,12 +84,11 @@ def test_the_ledger_is_installed_for_csa2_only(monkeypatch):
 
     calls = []
     monkeypatch.setattr(plugin, "install", calls.append)
-    arguments = SimpleNamespace(device="cpu")
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("triton", "triton"))
-    plugin.before_scheduler(None, arguments, None)
+    plugin.before_scheduler(None, None, None)
     assert calls == []
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("csa2", "csa2"))
-    plugin.before_scheduler(None, arguments, None)
+    plugin.before_scheduler(None, None, None)
     assert calls == ["cpu"]
 
 
