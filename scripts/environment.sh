@@ -19,7 +19,7 @@ install_requirements() {
     if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
     local file
     for file in "$@"; do
-        say "installing $(grep -c '==' "$file") packages of ${file#"$repository"/} (minutes, several GB the first time)"
+        say "installing $(grep -c '^[^#]*==' "$file") packages of ${file#"$repository"/} (minutes, several GB the first time)"
         # shellcheck disable=SC2086
         "$PYTHON" -m pip install --progress-bar on --no-deps --disable-pip-version-check ${CSA2_PIP_ARGS:-} -r "$file" \
             | grep -v 'already satisfied' | sed -u 's/^\(Collecting\|Successfully installed\) /  \1 /' | cut -c1-160
