@@ -62,9 +62,9 @@ class TorchIndexer:
             meta.selection.publish_pool(layer.layer_id, published)
 
     def _consumed_pool(self, layer: LayerSpec, meta: Csa2Metadata) -> Tensor | None:
-        if not layer.uses_candidates:
+        if layer.pool_source is None:
             return None
-        return meta.selection.consume_pool(self.config.candidate_source_layer_id, layer.layer_id)
+        return meta.selection.consume_pool(layer.pool_source, layer.layer_id)
 
     def _room_for_pool(self, layer: LayerSpec, meta: Csa2Metadata) -> Tensor | None:
         """Room for the pool, or None where every row's context fits it: the step is skipped, the result the same."""
@@ -75,6 +75,8 @@ class TorchIndexer:
 
     def _tiles(self, layer: LayerSpec, meta: Csa2Metadata, in_pool: bool) -> Iterator[RowGroup]:
         """The forward's rows as rectangles under the tile budget."""
+        if meta.groups is None:
+            raise ValueError("the torch route takes metadata with row groups; this was built for fixed shapes")
         for group in meta.groups:
             entries = self.config.candidate_pool_entries if in_pool else group.longest // layer.ratio
             budget = max(1, _TILE_BYTES // (max(entries, 1) * self.config.index_n_heads * 4))

@@ -37,8 +37,8 @@ class CudaIndexer:
 
     def choose(self, layer: LayerSpec, q: Tensor, weights: Tensor, cache: Tensor, meta: Csa2Metadata) -> None:
         consumed = None
-        if layer.uses_candidates:
-            consumed = meta.selection.consume_pool(self.config.candidate_source_layer_id, layer.layer_id)
+        if layer.pool_source is not None:
+            consumed = meta.selection.consume_pool(layer.pool_source, layer.layer_id)
         weights = weights.contiguous()
         if meta.groups is None:
             positions, published = self._decode(layer, q, weights, cache, meta, consumed)

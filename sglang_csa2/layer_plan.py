@@ -40,7 +40,11 @@ class LayerSpec:
     kv_source: int | None
     index_source: int | None
     is_candidate_source: bool
-    uses_candidates: bool
+    pool_source: int | None  # the candidate source in whose pool it chooses
+
+    @property
+    def uses_candidates(self) -> bool:
+        return self.pool_source is not None
 
     @property
     def writes_cache(self) -> bool:
@@ -91,6 +95,7 @@ def _layer(config: Csa2Config, layer_id: int) -> LayerSpec:
     ratio = config.compress_ratios[layer_id]
     chooses = layer_id in config.index_source_layer_ids
     candidate_source = config.candidate_source_layer_id
+    consumes = chooses and candidate_source is not None and layer_id > candidate_source
     return LayerSpec(
         layer_id=layer_id,
         role=_role(config, layer_id),
@@ -98,7 +103,7 @@ def _layer(config: Csa2Config, layer_id: int) -> LayerSpec:
         kv_source=_nearest(config.kv_source_layer_ids, layer_id) if ratio else None,
         index_source=_nearest(config.index_source_layer_ids, layer_id) if ratio else None,
         is_candidate_source=layer_id == candidate_source,
-        uses_candidates=chooses and candidate_source is not None and layer_id > candidate_source,
+        pool_source=candidate_source if consumes else None,
     )
 
 

@@ -168,6 +168,15 @@ def test_whole_tails_mix_with_ordinary_ones():
         assert relative_error(bench.output(plain, layer_id), replayed.outputs[layer_id][-128:]) < NOISE
 
 
+def test_a_reader_of_hidden_states_keeps_every_row():
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    bench = Bench(replays_tail=True)
+    request = Request.draw(200, seed=1, slot=1)
+    bench.forward([(request, 200)], capture_hidden_mode=CaptureHiddenMode.FULL)
+    assert_expected(bench, request)
+
+
 def test_an_abort_between_chunks_under_replay_leaves_no_trace():
     bench = Bench(replays_tail=True)
     aborted = Request.draw(300, seed=1, slot=1)

@@ -110,6 +110,13 @@ def test_bad_requests_get_the_hosts_error(server, body, status):
     assert server.generate([5, 6, 7], 2)["output_ids"]
 
 
+def test_beam_search_is_refused_by_the_host(server):
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2, "beam_width": 2, "n": 2}}
+    response = server.post("/generate", body)
+    assert response.status_code == 400 and "Beam search" in response.text
+    assert server.generate([5, 6, 7], 2)["output_ids"]
+
+
 def test_cancelled_streams_return_what_they_held(server, client):
     before = server.baseline()
     for cut_after in (1, 3):

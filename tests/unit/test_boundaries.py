@@ -82,3 +82,7 @@ def test_the_wheel_holds_everything_and_installs(tmp_path):
 
 def test_lint():
     subprocess.run([sys.executable, "-m", "ruff", "check", str(REPOSITORY)], check=True)
+
+
+def test_types():
+    subprocess.run([sys.executable, "-m", "mypy"], cwd=REPOSITORY, check=True)
