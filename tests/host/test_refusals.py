@@ -79,6 +79,17 @@ def test_defaults_are_served():
     refusals.check(arguments, V41, "cpu", env={})
 
 
+@pytest.mark.parametrize(("options", "replays"), [([], False), (["--enable-decoder-swa-bounded-replay"], True)])
+def test_the_exact_path_unless_asked(options, replays):
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    arguments = parse(*options)
+    arguments.resolve_once()
+    view = resolved_view(arguments)
+    assert view.enable_decoder_swa_bounded_replay is replays
+    assert (view.attention_backend, view.page_size, view.kv_cache_dtype) == ("csa2", 256, "fp8_e4m3")
+
+
 @pytest.mark.parametrize("setting", ARGS)
 def test_refused_arguments(setting):
     """The table speaks on the arguments as the host parses them."""
