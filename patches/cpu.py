@@ -92,6 +92,10 @@ def moe_forward(original, layer, x: Tensor, topk_output, moe_runner_config) -> T
             f"swiglu_limit={limit} on the CPU is served for silu experts with output weighting only, not "
             f"activation={moe_runner_config.activation!r}"
         )
+    if layer.w13_weight.shape[0] != layer.num_experts:
+        raise NotImplementedError(
+            f"{layer.w13_weight.shape[0]} of {layer.num_experts} experts are on this rank: on the CPU all must be"
+        )
     weights, experts, _ = topk_output
     # The published code weights an expert, routed scale included, before its down projection and sums experts in
     # fp32. The host scales the sum afterwards, so it is handed over unscaled.

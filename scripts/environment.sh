@@ -1,6 +1,6 @@
 # Sourced by serve.sh and test.sh: sets PYTHON to an interpreter with SGLang and csa2, making .venv if there is none.
 #
-#   CSA2_PYTHON=/path/to/python   use this environment as it is, with csa2 installed into it (editable)
+#   CSA2_PYTHON=/path/to/python   use this environment; csa2 is installed into it (editable) if it has none
 #   CSA2_VENV=/path               where to make the environment (default: .venv in the repository)
 #   CSA2_PIP_ARGS="..."           further arguments of pip install, for example an index of CPU-only torch wheels
 #
@@ -30,7 +30,7 @@ install_requirements() {
 
 if [ -n "${CSA2_PYTHON:-}" ]; then
     PYTHON=$CSA2_PYTHON
-    say "using $PYTHON as it is"
+    say "using $PYTHON"
 else
     venv=${CSA2_VENV:-$repository/.venv}
     if [ ! -x "$venv/bin/python" ]; then
@@ -41,7 +41,11 @@ else
     install_requirements "$venv" "$repository/requirements/cpu-torch.txt" "$repository/requirements/cpu.txt" "$@"
 fi
 "$PYTHON" -c 'import sglang' 2> /dev/null || { echo "$PYTHON has no sglang: pip install sglang==0.5.23 into it, or leave CSA2_PYTHON unset" >&2; exit 1; }
-if ! (cd / && "$PYTHON" -c 'import sys, sglang_csa2; sys.exit(not sglang_csa2.__file__.startswith(sys.argv[1]))' "$repository" 2> /dev/null); then
+# The checkout whose package this Python imports, if any; resolved, so that no other folder passes for this one.
+imported=$(cd / && "$PYTHON" -c 'import pathlib, sglang_csa2; print(pathlib.Path(sglang_csa2.__file__).resolve().parents[1])' 2> /dev/null || true)
+if [ -z "$imported" ] || { [ -z "${CSA2_PYTHON:-}" ] && [ "$imported" != "$(realpath "$repository")" ]; }; then
     say "installing csa2 into it"
     "$PYTHON" -m pip install -q --disable-pip-version-check --no-deps -e "$repository"
+elif [ "$imported" != "$(realpath "$repository")" ]; then
+    say "csa2 comes from $imported, as installed in that environment, and not from this checkout"
 fi

@@ -17,6 +17,7 @@ from typing import Any
 HEAD_DIM = 512
 ROPE_HEAD_DIM = 64
 INDEX_HEAD_DIM = 128
+SLIDING_WINDOW = 128
 SUPPORTED_RATIOS = (0, 1, 2)
 # Far above any model of this family; a config beyond them is damaged or hostile, and
 # refusing it here comes before anything is allocated by its numbers.
@@ -75,7 +76,7 @@ class Csa2Config:
             num_attention_heads=read.count("num_attention_heads", most=MAX_WIDTH),
             head_dim=read.exactly("head_dim", HEAD_DIM),
             qk_rope_head_dim=read.exactly("qk_rope_head_dim", ROPE_HEAD_DIM),
-            sliding_window=read.count("sliding_window", most=MAX_WIDTH),
+            sliding_window=read.exactly("sliding_window", SLIDING_WINDOW, "the host's late-layer tail is fixed to it"),
             compress_ratios=_hidden_ratios(read.integers("compress_ratios"), layers, drafts),
             kv_source_layer_ids=read.integers("kv_source_layer_ids"),
             index_source_layer_ids=read.integers("index_source_layer_ids"),
@@ -124,10 +125,12 @@ class _Reader:
             raise ConfigError(field, value, f"must be between {least} and {most}")
         return value
 
-    def exactly(self, field: str, expected: int) -> int:
+    def exactly(
+        self, field: str, expected: int, why: str = "the packed records are defined for that width only"
+    ) -> int:
         value = self.integer(field)
         if value != expected:
-            raise ConfigError(field, value, f"must be {expected}: the packed records are defined for that width only")
+            raise ConfigError(field, value, f"must be {expected}: {why}")
         return value
 
     def integers(self, field: str) -> tuple[int, ...]:

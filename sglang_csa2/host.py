@@ -65,6 +65,7 @@ HOST_SYMBOLS = (
         "self, server_args, port_args",
     ),
     HostSymbol("sglang.srt.runtime_context:attention_backends", "read: the resolved backends", ""),
+    HostSymbol("sglang.srt.runtime_context:get_exec", "read: whether bounded replay is on", ""),
     HostSymbol("sglang.srt.runtime_context:get_device", "read: the resolved device", ""),
     HostSymbol(
         "sglang.srt.arg_groups.model_override_base:resolving_view", "read: the device resolved so far", "server_args"

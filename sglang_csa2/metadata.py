@@ -1,8 +1,9 @@
 """What one forward's rows need, built once per forward and read by every layer.
 
 A *row* is one query token. Decode, extend and mixed batches differ in how many rows a request has, so one
-builder serves them all: a decode is an extend of one row per request. Rows of one request are contiguous and
-their positions consecutive.
+builder, `build_metadata`, serves them all: a decode is an extend of one row per request. Rows of one request are
+contiguous and their positions consecutive. On a GPU a decode has a second form, `build_decode_metadata`: the same
+content in fixed shapes, computed on the device, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class DecodeRatioRows:
 
 @dataclass
 class Csa2Metadata:
-    """One forward's metadata. Everything is written by `build_metadata`, except `selection`, which the layers fill.
+    """One forward's metadata. Everything is written by the builders, except `selection`, which the layers fill.
 
     requests: int64 [rows] request slot of each row. positions: int64 [rows].
     swa_out_slots: int64 [rows] where each row's window KV is written.

@@ -61,7 +61,7 @@ def rotate_tail(x: Tensor, table: Tensor, *, inverse: bool = False) -> Tensor:
     width = 2 * table.shape[-1]
     head, tail = x[..., :-width], x[..., -width:]
     pairs = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2)).contiguous())
-    turn = (table.conj() if inverse else table).reshape(x.shape[0], *[1] * (x.ndim - 2), -1)
+    turn = (table.conj() if inverse else table).reshape(x.shape[0], *[1] * (x.ndim - 2), width // 2)
     return torch.cat([head, torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)], dim=-1)
 
 

@@ -68,14 +68,16 @@ def _flag(name: str, *harmless: Any) -> Callable[[Request], str | None]:
     return asked
 
 
+def _either(*rows: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
+    return lambda request: ", ".join(filter(None, (row(request) for row in rows))) or None
+
+
 def _any_flag(*names: str) -> Callable[[Request], str | None]:
-    flags = [_flag(name) for name in names]
-    return lambda request: ", ".join(filter(None, (flag(request) for flag in flags))) or None
+    return _either(*(_flag(name) for name in names))
 
 
-def _above_one(*names: str) -> Callable[[Request], str | None]:
-    flags = [_flag(name, 1) for name in names]
-    return lambda request: ", ".join(filter(None, (flag(request) for flag in flags))) or None
+def _above_one(name: str) -> Callable[[Request], str | None]:
+    return _flag(name, 1)
 
 
 def _env(name: str, *harmless: str) -> Callable[[Request], str | None]:
@@ -120,10 +122,17 @@ def _fp8_on_cpu(request: Request) -> str | None:
     quantization = getattr(request.hf_config, "quantization_config", None) or {}
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     asked = request.arg("quantization") or method
+    if asked == "unquant":
+        return None
     return f"{asked} weights on the CPU" if asked and request.device == "cpu" else None
 
 
+def _on_cpu(asked: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
+    return lambda request: asked(request) if request.device == "cpu" else None
+
+
 _NOT_YET = "it is not supported with csa2 yet"
+_FALSE = ("0", "false", "no", "n")
 _DROP = "Leave the option out"
 
 REFUSALS = (
@@ -158,59 +167,63 @@ REFUSALS = (
         _DROP,
     ),
     Refusal(
+        "`--dsv4-prefill-backend flashmla_sparse_q8`",
+        _flag("dsv4_prefill_backend", "auto", "flashmla_sparse"),
+        "it selects prefill kernels of the host's own dsv4 backend",
+        _DROP,
+    ),
+    Refusal(
+        "`--dtype` other than `auto` or `bfloat16`",
+        _flag("dtype", "auto", "bfloat16"),
+        "queries, latents and the records' values are bf16, as in the released model",
+        "Leave the option out or give bfloat16",
+    ),
+    Refusal(
         "`--kv-cache-dtype` other than `auto` or `fp8_e4m3`",
         _flag("kv_cache_dtype", "auto", "fp8_e4m3"),
         "csa2 stores the model's own FP8 and FP4 grids and nothing else",
         "Leave the option out or give fp8_e4m3",
     ),
     Refusal(
-        "`--dcp-size` above 1", _above_one("dcp_size"), "context-parallel decode splits the pool, " + _NOT_YET, _DROP
+        "`--dcp-size` above 1", _above_one("dcp_size"), "context-parallel decode splits the pool; " + _NOT_YET, _DROP
     ),
     Refusal(
         "prefill or attention context parallelism",
-        lambda r: (
-            ", ".join(
-                filter(
-                    None,
-                    (
-                        _any_flag("enable_prefill_cp", "enable_cp_decode_attn_tp", "enable_kv_cache_sharding")(r),
-                        _above_one("attn_cp_size")(r),
-                    ),
-                )
-            )
-            or None
+        _either(
+            _any_flag("enable_prefill_cp", "enable_cp_decode_attn_tp", "enable_kv_cache_sharding"),
+            _above_one("attn_cp_size"),
         ),
-        "rows of one request would lie on several ranks, " + _NOT_YET,
+        "rows of one request would lie on several ranks; " + _NOT_YET,
         _DROP,
     ),
     Refusal(
         "DP attention",
-        lambda r: ", ".join(filter(None, (_any_flag("enable_dp_attention")(r), _above_one("attn_dp_size")(r)))) or None,
-        "idle and padded ranks have not been tested, " + _NOT_YET,
+        _either(_flag("enable_dp_attention"), _above_one("attn_dp_size")),
+        "idle and padded ranks have not been tested; " + _NOT_YET,
         _DROP,
     ),
     Refusal(
         "`--enable-encoder-swa-bounded-replay`",
         _flag("enable_encoder_swa_bounded_replay"),
-        "it keeps window KV per request instead of per page, " + _NOT_YET,
+        "it keeps window KV per request instead of per page; " + _NOT_YET,
         _DROP + "; decoder SWA bounded replay is served",
     ),
     Refusal(
         "`--speculative-algorithm`",
         _any_flag("speculative_algorithm", "speculative_draft_model_path"),
-        "verify rows and draft pools are not wired, " + _NOT_YET,
+        "verify rows and draft pools are not wired; " + _NOT_YET,
         _DROP,
     ),
     Refusal(
         "PD disaggregation",
-        lambda r: _flag("disaggregation_mode", "null")(r) or _any_flag("enable_pd_role_switch")(r),
-        "the transfer of csa2's records has not been tested, " + _NOT_YET,
+        _either(_flag("disaggregation_mode", "null"), _flag("enable_pd_role_switch")),
+        "the transfer of csa2's records has not been tested; " + _NOT_YET,
         _DROP,
     ),
     Refusal(
         "`--disaggregation-decode-retraction-backup`",
         _flag("disaggregation_decode_retraction_backup"),
-        "it copies KV to the host, " + _NOT_YET,
+        "it copies KV to the host; " + _NOT_YET,
         _DROP + "; ordinary retraction is served",
     ),
     Refusal(
@@ -223,7 +236,7 @@ REFUSALS = (
             "enable_unified_cache_external_linker",
             "radix_cache_backend",
         ),
-        "they move cache pages by the host's layouts, " + _NOT_YET,
+        "they move cache pages by the host's layouts; " + _NOT_YET,
         _DROP,
     ),
     Refusal(
@@ -241,15 +254,15 @@ REFUSALS = (
     Refusal(
         "streaming and radix sessions",
         _any_flag("enable_streaming_session", "enable_session_radix_cache"),
-        "a session may continue in the middle of a pair, " + _NOT_YET,
+        "a session may continue in the middle of a pair; " + _NOT_YET,
         _DROP,
     ),
-    Refusal("PD multiplexing", _flag("enable_pdmux"), "it runs two backends over one pool, " + _NOT_YET, _DROP),
+    Refusal("PD multiplexing", _flag("enable_pdmux"), "it runs two backends over one pool; " + _NOT_YET, _DROP),
     Refusal("`--kv-canary`", _flag("kv_canary", "none"), "it knows the host's own pool classes only", _DROP),
     Refusal(
         "`--enable-return-indexer-topk`",
         _flag("enable_return_indexer_topk"),
-        "csa2's choices are not handed to the host's recorder, " + _NOT_YET,
+        "csa2's choices are not handed to the host's recorder; " + _NOT_YET,
         _DROP,
     ),
     Refusal(
@@ -260,22 +273,48 @@ REFUSALS = (
     ),
     Refusal(
         "`--enable-torch-compile` on the CPU",
-        lambda r: _flag("enable_torch_compile")(r) if r.device == "cpu" else None,
+        _on_cpu(_flag("enable_torch_compile")),
         "the backend's Python runs between compiled parts and has not been tested there",
         _DROP,
     ),
     Refusal(
         "`--enable-memory-saver` on the CPU",
-        lambda r: _flag("enable_memory_saver")(r) if r.device == "cpu" else None,
+        _on_cpu(_flag("enable_memory_saver")),
         "the saver preloads a CUDA allocator, and the scheduler process dies without one",
         _DROP,
     ),
     Refusal(
         "quantized weights on the CPU",
         _fp8_on_cpu,
-        "the host's block-FP8 linears exist for GPUs only",
+        "the host's quantized layers are for GPUs, and csa2 is tested with bf16 weights only there",
         "Serve a bf16 checkpoint on the CPU",
     ),
+    Refusal(
+        "tensor parallelism on the CPU",
+        _on_cpu(_above_one("tp_size")),
+        "it has not been tested",
+        "Use --tp-size 1 on the CPU",
+    ),
+    Refusal(
+        "expert parallelism, placement and offloading on the CPU",
+        _on_cpu(
+            _either(
+                _above_one("ep_size"),
+                _flag("moe_a2a_backend", "none"),
+                _flag("moe_runner_backend", "auto"),
+                _any_flag(
+                    "ep_num_redundant_experts",
+                    "enable_eplb",
+                    "enable_paged_experts",
+                    "enable_elastic_expert_backup",
+                    "kt_weight_path",
+                ),
+            )
+        ),
+        "csa2's CPU form of the experts takes all of them from one tensor",
+        _DROP,
+    ),
+    Refusal("`--is-embedding`", _flag("is_embedding"), "pooling over hidden states has not been tested", _DROP),
     Refusal("LoRA", _any_flag("enable_lora", "lora_paths"), _NOT_YET, _DROP),
     Refusal(
         "`--enable-mis`",
@@ -312,13 +351,13 @@ REFUSALS = (
     ),
     Refusal(
         "`SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE`",
-        _env("SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE", "", "0", "false"),
+        _env("SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE", *_FALSE),
         "it stores window KV through another call of the host's own backend",
         "Unset the variable",
     ),
     Refusal(
         "`SGLANG_DSV4_UNIFIED_KV_FP8`",
-        _env("SGLANG_DSV4_UNIFIED_KV_FP8", "", "0", "false"),
+        _env("SGLANG_DSV4_UNIFIED_KV_FP8", *_FALSE),
         "it selects another pool",
         "Unset the variable",
     ),

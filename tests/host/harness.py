@@ -155,7 +155,8 @@ class Bench:
         for page, swa_page in enumerate(swa_pages.tolist(), start=1):
             mapping[page * 256 : (page + 1) * 256] = torch.arange(swa_page * 256, (swa_page + 1) * 256)
         self.pool.register_mapping(mapping.to(device))
-        table = torch.randint(0, tokens, (9, MAX_POSITION), dtype=torch.int32, generator=generator)
+        # Stale table entries lie far outside the pool: reading one fails.
+        table = torch.full((9, MAX_POSITION), 1 << 30, dtype=torch.int32)
         self.req_to_token = table.to(device)
         runner = SimpleNamespace(
             token_to_kv_pool=self.pool,

@@ -20,6 +20,8 @@ ARGS = {
     "csa2 for only one of prefill and decode": ["--prefill-attention-backend", "triton"],
     "`--page-size` other than 256": ["--page-size", "128"],
     "`--dsv4-attn-backend` other than `auto` or `flashmla`": ["--dsv4-attn-backend", "trtllm"],
+    "`--dsv4-prefill-backend flashmla_sparse_q8`": ["--dsv4-prefill-backend", "flashmla_sparse_q8"],
+    "`--dtype` other than `auto` or `bfloat16`": ["--dtype", "float16"],
     "`--kv-cache-dtype` other than `auto` or `fp8_e4m3`": ["--kv-cache-dtype", "bfloat16"],
     "`--dcp-size` above 1": ["--dcp-size", "2", "--tp-size", "2"],
     "prefill or attention context parallelism": ["--enable-prefill-cp", "--tp-size", "2"],
@@ -39,6 +41,9 @@ ARGS = {
     "`--enable-torch-compile` on the CPU": ["--enable-torch-compile"],
     "`--enable-memory-saver` on the CPU": ["--enable-memory-saver"],
     "quantized weights on the CPU": ["--quantization", "fp8"],
+    "tensor parallelism on the CPU": ["--tp-size", "2"],
+    "expert parallelism, placement and offloading on the CPU": ["--moe-a2a-backend", "deepep"],
+    "`--is-embedding`": ["--is-embedding"],
     "LoRA": ["--enable-lora"],
     "`--enable-mis`": ["--enable-mis"],
     "`--dllm-algorithm`": ["--dllm-algorithm", "LowConfidence"],
@@ -119,6 +124,12 @@ def test_other_devices_are_refused():
         refusals.check(PLAIN, V41, "xpu", env={})
 
 
+def test_harmless_values_pass():
+    harmless = ["--page-size", "256", "--dtype", "bfloat16", "--quantization", "unquant", "--kv-canary", "none"]
+    environment = {"SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE": "no", "SGLANG_DSV4_KV_LAYOUT": "v41_new"}
+    refusals.check(parse(*harmless, "--disaggregation-mode", "null"), V41, "cpu", environment)
+
+
 def test_several_refusals_are_told_at_once():
     with pytest.raises(refusals.Refused) as error:
         refusals.check(parse("--page-size", "128", "--enable-lora"), V41, "cpu", {"SGLANG_DSV4_KV_LAYOUT": "v41"})
@@ -165,5 +176,6 @@ def test_the_command_line_and_the_engine_say_it(tiny_model):
 
 def test_the_readme_lists_every_row():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert not re.search(r"\b(SEEN|SIZE|RESULT|REFUSAL)_[A-Z_]+\b", readme), "a placeholder was left"
     for row in refusals.REFUSALS:
         assert f"| {row.setting} | {row.reason} | {row.remedy} |" in readme

@@ -104,7 +104,7 @@ RATIOS = FLASH["text_config"]["compress_ratios"]
         ("head_dim", {"head_dim": 576}, "must be 512"),
         ("index_head_dim", {"index_head_dim": 64}, "must be 128"),
         ("num_hidden_layers", {"num_hidden_layers": 1 << 40}, "between 1"),
-        ("sliding_window", {"sliding_window": -128}, "between 1"),
+        ("sliding_window", {"sliding_window": 64}, "must be 128: the host"),
     ],
 )
 def test_broken_configs_are_named(field, changes, rule):
