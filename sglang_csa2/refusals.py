@@ -290,10 +290,10 @@ REFUSALS = (
         "Serve a bf16 checkpoint on the CPU",
     ),
     Refusal(
-        "tensor parallelism on the CPU",
-        _on_cpu(_above_one("tp_size")),
-        "it has not been tested",
-        "Use --tp-size 1 on the CPU",
+        "tensor parallelism",
+        _above_one("tp_size"),
+        "several ranks have not been tested",
+        "Use --tp-size 1",
     ),
     Refusal(
         "expert parallelism, placement and offloading on the CPU",
