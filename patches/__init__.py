@@ -36,7 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang.srt.environ import envs
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_csa2.patches import cpu, heads, memory
 
@@ -56,6 +56,8 @@ class Patch:
         return self.hook in hooks and hasattr(getattr(pkgutil.resolve_name(owner), name), "__wrapped__")
 
 
+# How the host's log names the origin of a hook.
+_SOURCE = HookSource(plugin_name="csa2", dist_name="sglang-csa2")
 _POOL = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _MODEL = "sglang.srt.models.deepseek_v4"
@@ -104,7 +106,7 @@ def install(device: str) -> None:
     """Apply the ledger in this process. Idempotent; resolving a target imports its host module."""
     for patch in entries(device):
         if not patch.is_applied():
-            HookRegistry.register(patch.target, patch.hook, patch.how)
+            HookRegistry.register(patch.target, patch.hook, patch.how, source=_SOURCE)
     HookRegistry.apply_hooks()
     if device == "cpu":
         cpu.choose_torch_paths()
