@@ -206,6 +206,14 @@ def test_the_pool_shortcut_gives_the_same_choice(monkeypatch):
         assert torch.equal(positions, runs[1][layer_id])
 
 
+@pytest.mark.parametrize(("length", "skipped"), [(127, True), (128, True), (129, False)])
+def test_the_pool_shortcut_ends_where_the_pool_does(length, skipped):
+    """16 blocks of 8 hold 128 entries: one more and the source publishes blocks."""
+    bench, request = run([(length, "EXTEND")], n=length)
+    assert (bench.backend.forward_metadata.selection.pools[5] is None) is skipped
+    assert_expected(bench, request)
+
+
 def test_reindex_choices_stay_inside_the_pool():
     bench, _ = run([(400, "EXTEND")], n=400)
     selection, config = bench.backend.forward_metadata.selection, bench.config
