@@ -11,7 +11,8 @@ Data flows one way:  config -> layer_plan -> layout -> pool -> metadata -> index
     pool        the KV pool: buffers per source layer, stores and views                                 [host]
     metadata    what one forward's rows need, built once per forward
     selection   what an index source publishes for the layers after it
-    indexer     score -> candidate pool -> Top-K -> slots
+    ops         the routes: which kernels serve which device
+    indexer     score -> candidate pool -> Top-K -> slots; indexer_cuda is the same on a GPU
     attention   one softmax over the SWA window, the chosen main KV and the sink
     backend     glue to the host's AttentionBackend; no arithmetic                                      [host]
     reference   the definition in plain torch
