@@ -26,7 +26,6 @@ CPU only, because the host's CPU form is not what its GPU form and the published
     MoEGate.forward                       why: rounds router logits to bf16
     NonCudaDecoderMixin.bind_next         why: registers each layer inside the one before it, so that weight updates
                                           find no parameters
-    adjust_config_with_unaligned_cpu_tp   why: rewrites num_key_value_heads, which this model shares between ranks
 """
 
 from __future__ import annotations
@@ -91,9 +90,6 @@ LEDGER = (
         True,
     ),
     Patch("sglang.srt.models.deepseek_v2.MoEGate.forward", HookType.AROUND, cpu.gate_forward, True),
-    Patch(
-        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", HookType.REPLACE, cpu.keep_config, True
-    ),
 )
 
 

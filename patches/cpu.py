@@ -133,15 +133,6 @@ def bind_next(result, self, next_layer) -> None:
         self.__dict__["_next_layer"] = neighbour
 
 
-def keep_config(model_config, load_config, tp_size: int):
-    """Leave the head counts alone: this model has one KV head by design, shared by every rank."""
-    del load_config
-    heads = model_config.num_attention_heads
-    if heads % tp_size:
-        raise ValueError(f"--tp-size {tp_size} does not divide the model's {heads} attention heads; choose a divisor")
-    return model_config
-
-
 def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)

@@ -115,33 +115,31 @@ class Csa2AttnBackend(AttentionBackend):
         self.forward_metadata = self._build_decode(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
 
     def _build_decode(self, batch: ForwardBatch, longest: int) -> Csa2Metadata:
-        pool = self.token_to_kv_pool
         return build_decode_metadata(
-            tables=PageTables(self.req_to_token_pool.req_to_token, pool.full_to_swa_index_mapping),
-            request_slots=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            out_slots=batch.out_cache_loc,
-            window=self.plan.config.sliding_window,
-            ratios=self.plan.present_ratios,
-            pending_ring=pool.pending_ring,
-            longest=longest,
+            seq_lens=batch.seq_lens, out_slots=batch.out_cache_loc, longest=longest, **self._place(batch)
         )
 
     def _build(
         self, batch: ForwardBatch, counts: list[int], out_slots: Tensor, floor: Tensor | None = None
     ) -> Csa2Metadata:
-        pool = self.token_to_kv_pool
         return build_metadata(
-            tables=PageTables(self.req_to_token_pool.req_to_token, pool.full_to_swa_index_mapping),
-            request_slots=batch.req_pool_indices,
             row_counts=counts,
             seq_lens=batch.seq_lens_cpu.tolist(),
             out_slots=out_slots,
-            window=self.plan.config.sliding_window,
-            ratios=self.plan.present_ratios,
-            pending_ring=pool.pending_ring,
             window_floor=floor,
+            **self._place(batch),
         )
+
+    def _place(self, batch: ForwardBatch) -> dict[str, Any]:
+        """What both builders need of the pool, the plan and the batch's requests."""
+        pool = self.token_to_kv_pool
+        return {
+            "tables": PageTables(self.req_to_token_pool.req_to_token, pool.full_to_swa_index_mapping),
+            "request_slots": batch.req_pool_indices,
+            "window": self.plan.config.sliding_window,
+            "ratios": self.plan.present_ratios,
+            "pending_ring": pool.pending_ring,
+        }
 
     def _build_tail(self, batch: ForwardBatch) -> TailMetadata:
         lens, seq_lens = list(batch.extend_seq_lens_cpu), batch.seq_lens_cpu.tolist()

@@ -163,11 +163,6 @@ HOST_SYMBOLS = (
         "hooked on CPU",
         "head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor, device",
     ),
-    HostSymbol(
-        "sglang.srt.configs.update_config:adjust_config_with_unaligned_cpu_tp",
-        "hooked on CPU",
-        "model_config, load_config, tp_size",
-    ),
 )
 
 

@@ -1,4 +1,5 @@
-"""Score -> candidate pool -> Top-K -> slots, for one index-source layer (spec 2.6, 2.7): the torch route.
+"""Score -> candidate pool -> Top-K -> slots, for one index-source layer (spec 2.6, 2.7): what the routes
+share, and the torch route.
 
 A Full layer or a Reindex layer without candidates scans what its rows see. The candidate source does the same
 and keeps the best blocks of each row as its pool. A consumer fetches and scores only the pool's entries, so its
@@ -24,8 +25,11 @@ from sglang_csa2.selection import TopK
 _TILE_BYTES = 64 << 20
 
 
-class TorchIndexer:
-    """Chooses for one model; holds no state of a forward."""
+class Indexer:
+    """What the routes share: which pool a layer consumes, whether it publishes one, and the publishing.
+
+    Holds no state of a forward.
+    """
 
     def __init__(self, plan: LayerPlan):
         self.config = plan.config
@@ -39,10 +43,41 @@ class TorchIndexer:
             weights: bf16 [rows, heads], the scale folded in.
             cache: uint8 index-K cache of the layer's kv_source.
             meta: this forward's metadata.
+
+        Raises:
+            SelectionError: the layer chooses in a pool that has not been published in this forward.
         """
-        positions = torch.full((meta.num_rows, self.config.index_topk), -1, dtype=torch.int64, device=q.device)
-        consumed = self._consumed_pool(layer, meta)
-        published = self._room_for_pool(layer, meta)
+        consumed = None
+        if layer.pool_source is not None:
+            consumed = meta.selection.consume_pool(layer.pool_source, layer.layer_id)
+        positions, published = self._choose(layer, q, weights, cache, meta, consumed)
+        meta.selection.publish_topk(layer.layer_id, TopK(positions, self._slots(positions, layer, meta)))
+        if layer.is_candidate_source:
+            meta.selection.publish_pool(layer.layer_id, published)
+
+    def _wants_pool(self, layer: LayerSpec, meta: Csa2Metadata) -> bool:
+        """False too where every row's context fits the pool: the step is skipped, the result the same."""
+        return layer.is_candidate_source and meta.longest // layer.ratio > self.config.candidate_pool_entries
+
+    def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Positions [rows, topk], and the pool to publish or None."""
+        raise NotImplementedError
+
+    def _slots(self, positions: Tensor, layer: LayerSpec, meta: Csa2Metadata) -> Tensor:
+        """int64 [rows, topk] slots of the chosen positions."""
+        raise NotImplementedError
+
+
+class TorchIndexer(Indexer):
+    """The torch route."""
+
+    def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        device = q.device
+        positions = torch.full((meta.num_rows, self.config.index_topk), -1, dtype=torch.int64, device=device)
+        published = None
+        if self._wants_pool(layer, meta):
+            shape = (meta.num_rows, self.config.candidate_topk_blocks)
+            published = torch.full(shape, -1, dtype=torch.int64, device=device)
         for tile in self._tiles(layer, meta, consumed is not None):
             rows = tile.rows.flatten()
             visible = meta.ratios[layer.ratio].visible[rows]
@@ -56,22 +91,10 @@ class TorchIndexer:
                 published[rows] = candidate_blocks(
                     scores, visible, self.config.candidate_topk_blocks, self.config.candidate_block_size
                 )
-        slots = meta.tables.compressed_slots(meta.requests[:, None], positions, layer.ratio)
-        meta.selection.publish_topk(layer.layer_id, TopK(positions, slots))
-        if layer.is_candidate_source:
-            meta.selection.publish_pool(layer.layer_id, published)
+        return positions, published
 
-    def _consumed_pool(self, layer: LayerSpec, meta: Csa2Metadata) -> Tensor | None:
-        if layer.pool_source is None:
-            return None
-        return meta.selection.consume_pool(layer.pool_source, layer.layer_id)
-
-    def _room_for_pool(self, layer: LayerSpec, meta: Csa2Metadata) -> Tensor | None:
-        """Room for the pool, or None where every row's context fits it: the step is skipped, the result the same."""
-        if not layer.is_candidate_source or meta.longest // layer.ratio <= self.config.candidate_pool_entries:
-            return None
-        shape = (meta.num_rows, self.config.candidate_topk_blocks)
-        return torch.full(shape, -1, dtype=torch.int64, device=meta.positions.device)
+    def _slots(self, positions: Tensor, layer: LayerSpec, meta: Csa2Metadata) -> Tensor:
+        return meta.tables.compressed_slots(meta.requests[:, None], positions, layer.ratio)
 
     def _tiles(self, layer: LayerSpec, meta: Csa2Metadata, in_pool: bool) -> Iterator[RowGroup]:
         """The forward's rows as rectangles under the tile budget."""
@@ -104,7 +127,7 @@ class TorchIndexer:
         return entries.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
 
 
-def indexer_for(plan: LayerPlan, device_type: str):
+def indexer_for(plan: LayerPlan, device_type: str) -> Indexer:
     """The indexer of a device's route.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Score -> candidate pool -> Top-K -> slots on CUDA: the triton route. The contract is that of `TorchIndexer.choose`.
+"""Score -> candidate pool -> Top-K -> slots on CUDA: the triton route. The contract is that of `Indexer.choose`.
 
 A decode runs in fixed shapes and may be captured: buffers are as wide as the metadata's bound, the work follows the
 live lengths on the device. A consumer fetches and scores only its pool's blocks. A prefill loops over requests with
@@ -12,21 +12,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sglang_csa2.indexer import Indexer
 from sglang_csa2.kernels import triton_index_scores as scoring
 from sglang_csa2.kernels import triton_topk as selecting
 from sglang_csa2.layer_plan import LayerPlan, LayerSpec
 from sglang_csa2.metadata import Csa2Metadata
-from sglang_csa2.selection import TopK
 
 # Bytes of fp32 scores that one tile of prefill rows may hold.
 _TILE_BYTES = 512 << 20
 
 
-class CudaIndexer:
-    """Chooses for one model; holds no state of a forward."""
+class CudaIndexer(Indexer):
+    """The triton route."""
 
     def __init__(self, plan: LayerPlan):
-        self.config = plan.config
+        super().__init__(plan)
         if self.config.candidate_source_layer_id is not None and (
             self.config.candidate_block_size != scoring.BLOCK_ENTRIES
         ):
@@ -35,19 +35,13 @@ class CudaIndexer:
                 f"of {scoring.BLOCK_ENTRIES}; serve this model on the CPU"
             )
 
-    def choose(self, layer: LayerSpec, q: Tensor, weights: Tensor, cache: Tensor, meta: Csa2Metadata) -> None:
-        consumed = None
-        if layer.pool_source is not None:
-            consumed = meta.selection.consume_pool(layer.pool_source, layer.layer_id)
+    def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weights = weights.contiguous()
-        if meta.groups is None:
-            positions, published = self._decode(layer, q, weights, cache, meta, consumed)
-        else:
-            positions, published = self._prefill(layer, q, weights, cache, meta, consumed)
-        slots = selecting.compressed_slots(positions, meta.tables.req_to_token, meta.requests, layer.ratio)
-        meta.selection.publish_topk(layer.layer_id, TopK(positions, slots))
-        if layer.is_candidate_source:
-            meta.selection.publish_pool(layer.layer_id, published)
+        route = self._decode if meta.groups is None else self._prefill
+        return route(layer, q, weights, cache, meta, consumed)
+
+    def _slots(self, positions: Tensor, layer: LayerSpec, meta: Csa2Metadata) -> Tensor:
+        return selecting.compressed_slots(positions, meta.tables.req_to_token, meta.requests, layer.ratio)
 
     def _decode(self, layer, q, weights, cache, meta, consumed) -> tuple[Tensor, Tensor | None]:
         table, requests = meta.tables.req_to_token, meta.requests
@@ -61,8 +55,7 @@ class CudaIndexer:
     def _prefill(self, layer, q, weights, cache, meta, consumed) -> tuple[Tensor, Tensor | None]:
         rows_visible = meta.ratios[layer.ratio].visible
         positions = torch.empty(meta.num_rows, self.config.index_topk, dtype=torch.int32, device=q.device)
-        # Where every row's context fits the pool, the step is skipped and consumers scan what is visible.
-        wants_pool = layer.is_candidate_source and (meta.longest // layer.ratio > self.config.candidate_pool_entries)
+        wants_pool = self._wants_pool(layer, meta)
         published = None
         if wants_pool:
             published = torch.empty(

@@ -51,11 +51,6 @@ INDEX_PAGE_BYTES = INDEX_PAGE_SLOTS * INDEX_K.bytes
 INDEX_PAGE_SCALE_OFFSET = INDEX_PAGE_SLOTS * INDEX_K.data_bytes
 
 
-def slots_per_page(ratio: int) -> int:
-    """Compressed slots in one allocation page."""
-    return PAGE_TOKENS // ratio
-
-
 def global_bytes_per_token(plan: LayerPlan) -> float:
     """Bytes of main KV and index K that one token of context costs (890 for V4.1-Flash, spec 2.12)."""
     return sum((MAIN_KV.bytes + INDEX_K.bytes) / source.ratio for source in plan.kv_sources)

@@ -15,6 +15,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sglang_csa2.kernels import pool_pairs, store
+from sglang_csa2.kernels.norm_rope import rms_norm
+from sglang_csa2.kernels.sparse_attention import sparse_attention
 from sglang_csa2.metadata import DecodeRatioRows, RatioRows
 
 
@@ -51,52 +54,44 @@ class TorchOps:
     name = "torch"
 
     def swa_store(self, kv, norm, table, positions, slots, cache) -> None:
-        from sglang_csa2.kernels.store import swa_store
-
-        swa_store(kv, norm.weight, norm.eps, table, positions, slots, cache)
+        store.swa_store(kv, norm.weight, norm.eps, table, positions, slots, cache)
 
     def main_kv_store(self, kv, score, rows: RatioRows, pending, norm, table, cache) -> Entries:
         """Close entries (pooling pairs at ratio 2), normalise, rotate, quantize and store their main KV."""
-        from sglang_csa2.kernels.norm_rope import rms_norm
-        from sglang_csa2.kernels.pool_pairs import keep_pending, pool_pairs
-        from sglang_csa2.kernels.store import main_kv_store
-
         if score is None:
             pooled = kv[rows.entry_rows]
         else:
-            pooled = pool_pairs(kv, score, rows.entry_rows, rows.partner_rows, pending, rows.pending_reads)
+            pooled = pool_pairs.pool_pairs(kv, score, rows.entry_rows, rows.partner_rows, pending, rows.pending_reads)
             # After the read: a request may close one pair and leave the next waiting in the same ring row.
-            keep_pending(kv, score, rows.pending_rows, pending, rows.pending_writes)
+            pool_pairs.keep_pending(kv, score, rows.pending_rows, pending, rows.pending_writes)
         latent = rms_norm(pooled.bfloat16(), norm.weight, norm.eps)
-        main_kv_store(latent, table, rows.entry_positions, rows.entry_slots, cache)
+        store.main_kv_store(latent, table, rows.entry_positions, rows.entry_slots, cache)
         return Entries(latent, rows.entry_slots, rows.entry_positions)
 
     def index_k_store(self, key, norm, table, entries, cache) -> None:
-        from sglang_csa2.kernels.store import index_k_store
-
-        index_k_store(key, norm.weight, norm.eps, table, entries.positions, entries.slots, cache)
+        store.index_k_store(key, norm.weight, norm.eps, table, entries.positions, entries.slots, cache)
 
     def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale) -> Tensor:
-        from sglang_csa2.kernels.sparse_attention import sparse_attention
-
         return sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
 
 
 class TritonOps:
     name = "triton"
 
-    def swa_store(self, kv, norm, table, positions, slots, cache) -> None:
-        from sglang_csa2.kernels.triton_store import swa_store
+    def __init__(self):
+        # Here and not at the top: a machine without a GPU need not have Triton.
+        from sglang_csa2.kernels import triton_pool_pairs, triton_sparse_attention, triton_store
 
-        swa_store(kv, norm.weight, norm.eps, table, positions, slots, cache)
+        self._pairs, self._attention, self._store = triton_pool_pairs, triton_sparse_attention, triton_store
+
+    def swa_store(self, kv, norm, table, positions, slots, cache) -> None:
+        self._store.swa_store(kv, norm.weight, norm.eps, table, positions, slots, cache)
 
     def main_kv_store(self, kv, score, rows: RatioRows | DecodeRatioRows, pending, norm, table, cache) -> Entries:
-        from sglang_csa2.kernels import triton_pool_pairs, triton_store
-
         if score is None:
             # Every row completes an entry at ratio 1, so rows are entries and nothing is gathered.
             latent = torch.empty(kv.shape, dtype=torch.bfloat16, device=kv.device)
-            triton_store.main_kv_store(
+            self._store.main_kv_store(
                 kv,
                 table,
                 rows.entry_positions,
@@ -109,28 +104,24 @@ class TritonOps:
             return Entries(latent, rows.entry_slots, rows.entry_positions)
         if isinstance(rows, DecodeRatioRows):
             entries = Entries(
-                *triton_pool_pairs.pool_decode(
+                *self._pairs.pool_decode(
                     kv, score, rows.positions, rows.requests, rows.out_slots, pending, rows.ring, norm.weight, norm.eps
                 )
             )
         else:
-            latent = triton_pool_pairs.pool_pairs(
+            latent = self._pairs.pool_pairs(
                 kv, score, rows.entry_rows, rows.partner_rows, pending, rows.pending_reads, norm.weight, norm.eps
             )
-            triton_pool_pairs.keep_pending(kv, score, rows.pending_rows, pending, rows.pending_writes)
+            self._pairs.keep_pending(kv, score, rows.pending_rows, pending, rows.pending_writes)
             entries = Entries(latent, rows.entry_slots, rows.entry_positions)
-        triton_store.main_kv_store(entries.latent, table, entries.positions, entries.slots, cache)
+        self._store.main_kv_store(entries.latent, table, entries.positions, entries.slots, cache)
         return entries
 
     def index_k_store(self, key, norm, table, entries, cache) -> None:
-        from sglang_csa2.kernels.triton_store import index_k_store
-
-        index_k_store(key, norm.weight, norm.eps, table, entries.positions, entries.slots, cache)
+        self._store.index_k_store(key, norm.weight, norm.eps, table, entries.positions, entries.slots, cache)
 
     def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale) -> Tensor:
-        from sglang_csa2.kernels.triton_sparse_attention import sparse_attention
-
-        return sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
+        return self._attention.sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
 
 
 _ROUTES: dict[str, type[Ops]] = {"cpu": TorchOps, "cuda": TritonOps}

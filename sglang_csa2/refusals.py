@@ -110,12 +110,15 @@ def _device(request: Request) -> str | None:
 
 def _prefill_graphs(request: Request) -> str | None:
     backend = request.arg("cuda_graph_backend_prefill")
-    if backend in (None, "disabled"):
-        config = request.arg("cuda_graph_config")
-        prefill = config.get("prefill", {}) if isinstance(config, Mapping) else getattr(config, "prefill", None)
-        asked = prefill.get("backend") if isinstance(prefill, Mapping) else None
-        return None if asked in (None, "disabled") else f"--cuda-graph-config with prefill backend {asked}"
-    return f"--cuda-graph-backend-prefill {backend}"
+    if backend not in (None, "disabled"):
+        return f"--cuda-graph-backend-prefill {backend}"
+    # A dict from the command line, the host's own type from Python.
+    backend = _member(_member(request.arg("cuda_graph_config"), "prefill"), "backend")
+    return None if backend in (None, "disabled") else f"--cuda-graph-config with prefill backend {backend}"
+
+
+def _member(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
 
 
 def _fp8_on_cpu(request: Request) -> str | None:

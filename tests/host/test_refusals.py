@@ -124,6 +124,20 @@ def test_other_devices_are_refused():
         refusals.check(PLAIN, V41, "xpu", env={})
 
 
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_prefill_graphs_in_the_graph_config(as_dict):
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
+
+    config = {"prefill": {"backend": "breakable"}}
+    arguments = SimpleNamespace(
+        attention_backend="csa2", cuda_graph_config=config if as_dict else CudaGraphConfig.from_dict(config)
+    )
+    with pytest.raises(refusals.Refused, match="--cuda-graph-config with prefill backend breakable"):
+        refusals.check(arguments, V41, "cpu", env={})
+    arguments.cuda_graph_config = CudaGraphConfig()
+    refusals.check(arguments, V41, "cpu", env={})
+
+
 def test_harmless_values_pass():
     harmless = ["--page-size", "256", "--dtype", "bfloat16", "--quantization", "unquant", "--kv-canary", "none"]
     environment = {"SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE": "no", "SGLANG_DSV4_KV_LAYOUT": "v41_new"}
