@@ -1,16 +1,20 @@
 """Index scores on CUDA: sum over heads of relu(q . k) w, over paged index K (spec 2.6).
 
-    index_scores(q bf16 [n, heads, 128], weights bf16 [n, heads], cache uint8 [pages, 64 * 68],
-                 req_to_token int [requests, context], requests int [n], visible int [n], ratio, width)
-        -> Scores(logits fp32 [n, width], block_max fp32 [n, width / 8], tile_max fp32 [n, width / 64])
-    index_scores_prefill(same, requests int [1])  many rows of one request -> Scores, or without the maxima
-    index_scores_candidates(..., blocks int32 [n, b])         only the entries of these blocks
+    block_maxima(q bf16 [n, heads, 128], weights bf16 [n, heads], cache uint8 [pages, 64 * 68],
+                 req_to_token int [requests, context], requests int [n], visible int [n], ratio, width, skip)
+        -> Maxima(blocks fp32 [n, width / 8], tiles fp32 [n, width / 64])
+    block_maxima_prefill(same, requests int [1])  many rows of one request -> Maxima
+    index_scores_candidates(..., visible, ratio, blocks int32 [n, b], skip)   only the entries of these blocks
         -> (fp32 [n, b * 8], their maxima per block fp32 [n, b])
+
+A scan keeps no scores, only the maxima of blocks of 8 entries and tiles of 64: a row's k best entries lie in its k
+best blocks (triton_topk.py), which are scored again, so no buffer is as wide as the context.
 
 Row i scores its entries 0 .. visible[i] - 1 of request `requests[i]`. Nothing is read or written past them (work
 follows `visible` on the device, not `width`), except that a maximum which covers at least one visible entry is
 written, over its visible entries. The candidate form writes its whole output: -inf where a block is -1 or an
-entry is not visible.
+entry is not visible. A row with visible <= skip needs no scores, because all that it sees is chosen: a decode row is
+then not touched at all, a prefill row may be.
 
 Entry j lives in slot `req_to_token[request, j * ratio] // ratio`, and the entries of one 256-token page are
 adjacent, so a page is looked up once per tile. q holds values on the FP4 grid.
@@ -55,12 +59,11 @@ _CANDIDATE_TILE = {"BLOCK_N": 128, "num_warps": 4}
 _PREFILL_TILE = {"BLOCK_N": 128, "BLOCK_ROWS": 32, "num_warps": 4, "num_stages": 3}
 
 
-class Scores(NamedTuple):
-    """logits fp32 [n, width]; block_max fp32 [n, width / 8] and tile_max fp32 [n, width / 64], or None."""
+class Maxima(NamedTuple):
+    """Maxima of a scan's scores: blocks fp32 [n, width / 8], tiles fp32 [n, width / 64]."""
 
-    logits: Tensor
-    block_max: Tensor | None
-    tile_max: Tensor | None
+    blocks: Tensor
+    tiles: Tensor
 
 
 @triton.jit
@@ -107,19 +110,14 @@ def _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights
 
 
 @triton.jit
-def _store_scores(
-    scores, first, visible, logits_ptr, block_max_ptr, tile_max_ptr, MAXIMA: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    entry = first + tl.arange(0, BLOCK_N)
-    tl.store(logits_ptr + entry, scores, mask=entry < visible)
-    if MAXIMA:
-        scores = tl.where(entry < visible, scores, float("-inf"))
-        block = first // 8 + tl.arange(0, BLOCK_N // 8)
-        block_max = tl.max(tl.reshape(scores, (BLOCK_N // 8, 8)), axis=1)
-        tl.store(block_max_ptr + block, block_max, mask=block * 8 < visible)
-        tile = first // 64 + tl.arange(0, BLOCK_N // 64)
-        tile_max = tl.max(tl.reshape(block_max, (BLOCK_N // 64, 8)), axis=1)
-        tl.store(tile_max_ptr + tile, tile_max, mask=tile * 64 < visible)
+def _store_maxima(scores, first, visible, block_max_ptr, tile_max_ptr, BLOCK_N: tl.constexpr):
+    scores = tl.where(first + tl.arange(0, BLOCK_N) < visible, scores, float("-inf"))
+    block = first // 8 + tl.arange(0, BLOCK_N // 8)
+    block_max = tl.max(tl.reshape(scores, (BLOCK_N // 8, 8)), axis=1)
+    tl.store(block_max_ptr + block, block_max, mask=block * 8 < visible)
+    tile = first // 64 + tl.arange(0, BLOCK_N // 64)
+    tile_max = tl.max(tl.reshape(block_max, (BLOCK_N // 64, 8)), axis=1)
+    tl.store(tile_max_ptr + tile, tile_max, mask=tile * 64 < visible)
 
 
 @triton.jit
@@ -130,19 +128,19 @@ def _tile_slot(req_to_token_row, tile, tiles, RATIO: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
-def _index_scores_kernel(
+def _block_maxima_kernel(
     q_ptr,  # bf16 [n, HEADS, 128] contiguous
     weights_ptr,  # bf16 [n, HEADS] contiguous
     cache_ptr,  # uint8 [pages, 64 * 64 data | 64 * 4 scales], row stride `page_stride`
     req_to_token_ptr,  # int [requests, context], row stride `request_stride`
     requests_ptr,  # int [n]
     visible_ptr,  # int [n]
-    logits_ptr,  # fp32 [n, width]
     block_max_ptr,  # fp32 [n, width / 8]
     tile_max_ptr,  # fp32 [n, width / 64]
     page_stride,
     request_stride,
     width,
+    skip,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     RATIO: tl.constexpr,
@@ -153,13 +151,12 @@ def _index_scores_kernel(
     tile = tl.program_id(0)
     step = tl.num_programs(0)
     visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
-    tiles = tl.cdiv(visible, BLOCK_N)
+    tiles = tl.where(visible > skip, tl.cdiv(visible, BLOCK_N), 0)
     if tile < tiles:
         req_to_token_row = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
         head = tl.arange(0, HEADS_PAD)
         weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
         q_zero, q_one, q_two, q_three = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD)
-        logits_row = logits_ptr + row * width
         block_max_row = block_max_ptr + row * (width // 8)
         tile_max_row = tile_max_ptr + row * (width // 64)
         lane = tl.arange(0, BLOCK_N)
@@ -172,7 +169,7 @@ def _index_scores_kernel(
             slot = _tile_slot(req_to_token_row, tile + 2 * step, tiles, RATIO, BLOCK_N)
             k_zero, k_one, k_two, k_three = _decode_keys(data, scales, PTX)
             scores = _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights)
-            _store_scores(scores, tile * BLOCK_N, visible, logits_row, block_max_row, tile_max_row, True, BLOCK_N)
+            _store_maxima(scores, tile * BLOCK_N, visible, block_max_row, tile_max_row, BLOCK_N)
             data, scales = next_data, next_scales
             tile += step
 
@@ -191,6 +188,7 @@ def _index_scores_candidates_kernel(
     page_stride,
     request_stride,
     num_blocks,
+    skip,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     RATIO: tl.constexpr,
@@ -200,48 +198,48 @@ def _index_scores_candidates_kernel(
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     visible = tl.load(visible_ptr + row).to(tl.int32)
-    listed = column < num_blocks * 8
-    block = tl.load(blocks_ptr + row * num_blocks + column // 8, mask=listed, other=-1)
-    entry = block * 8 + column % 8
-    present = (block >= 0) & (entry < visible)
-    scores = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    if tl.max(present.to(tl.int32), axis=0) > 0:
-        req_to_token_row = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
-        token = tl.load(req_to_token_row + entry.to(tl.int64) * RATIO, mask=present, other=0)
-        data, scales = _load_keys(cache_ptr, token.to(tl.int64) // RATIO, present, page_stride)
-        head = tl.arange(0, HEADS_PAD)
-        weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
-        q_zero, q_one, q_two, q_three = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD)
-        k_zero, k_one, k_two, k_three = _decode_keys(data, scales, PTX)
-        scores = _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights)
-        scores = tl.where(present, scores, float("-inf"))
-    tl.store(logits_ptr + row * (num_blocks * 8) + column, scores, mask=listed)
-    index = tl.program_id(0) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
-    block_max = tl.max(tl.reshape(scores, (BLOCK_N // 8, 8)), axis=1)
-    tl.store(block_max_ptr + row * num_blocks + index, block_max, mask=index < num_blocks)
+    if visible > skip:
+        listed = column < num_blocks * 8
+        block = tl.load(blocks_ptr + row * num_blocks + column // 8, mask=listed, other=-1)
+        entry = block * 8 + column % 8
+        present = (block >= 0) & (entry < visible)
+        scores = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        if tl.max(present.to(tl.int32), axis=0) > 0:
+            req_to_token_row = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
+            token = tl.load(req_to_token_row + entry.to(tl.int64) * RATIO, mask=present, other=0)
+            data, scales = _load_keys(cache_ptr, token.to(tl.int64) // RATIO, present, page_stride)
+            head = tl.arange(0, HEADS_PAD)
+            weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
+            q_zero, q_one, q_two, q_three = _load_q(q_ptr + row * (HEADS * 128), HEADS, HEADS_PAD)
+            k_zero, k_one, k_two, k_three = _decode_keys(data, scales, PTX)
+            scores = _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights)
+            scores = tl.where(present, scores, float("-inf"))
+        tl.store(logits_ptr + row * (num_blocks * 8) + column, scores, mask=listed)
+        index = tl.program_id(0) * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
+        block_max = tl.max(tl.reshape(scores, (BLOCK_N // 8, 8)), axis=1)
+        tl.store(block_max_ptr + row * num_blocks + index, block_max, mask=index < num_blocks)
 
 
 @triton.jit
-def _index_scores_prefill_kernel(
+def _block_maxima_prefill_kernel(
     q_ptr,  # bf16 [n, 4, 32, HEADS_PAD] contiguous: dims by their residue modulo 4, zero for padding heads
     weights_ptr,  # bf16 [n, HEADS] contiguous
     cache_ptr,  # uint8 [pages, 64 * 64 data | 64 * 4 scales], row stride `page_stride`
     req_to_token_ptr,  # int [requests, context], row stride `request_stride`
     request_ptr,  # int [1]
     visible_ptr,  # int [n]
-    logits_ptr,  # fp32 [n, width]
-    block_max_ptr,  # fp32 [n, width / 8], or unused
-    tile_max_ptr,  # fp32 [n, width / 64], or unused
+    block_max_ptr,  # fp32 [n, width / 8]
+    tile_max_ptr,  # fp32 [n, width / 64]
     page_stride,
     request_stride,
     width,
+    skip,
     rows,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     RATIO: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    MAXIMA: tl.constexpr,
     PTX: tl.constexpr,
 ):
     first_row = tl.program_id(1) * BLOCK_ROWS
@@ -250,7 +248,7 @@ def _index_scores_prefill_kernel(
     member = first_row + tl.arange(0, BLOCK_ROWS)
     longest = tl.max(tl.load(visible_ptr + member, mask=member < rows, other=0).to(tl.int32), axis=0)
     longest = tl.minimum(longest, width)
-    if first < longest:
+    if (first < longest) & (longest > skip):
         lane = tl.arange(0, BLOCK_N)
         req_to_token_row = req_to_token_ptr + tl.load(request_ptr).to(tl.int64) * request_stride
         slot = _tile_slot(req_to_token_row, tl.program_id(0), tl.program_id(0) + 1, RATIO, BLOCK_N)
@@ -266,19 +264,12 @@ def _index_scores_prefill_kernel(
             weights = tl.load(weights_ptr + row * HEADS + head, mask=head < HEADS, other=0.0).to(tl.float32)
             visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
             scores = _score(k_zero, k_one, k_two, k_three, q_zero, q_one, q_two, q_three, weights)
-            _store_scores(
-                scores,
-                first,
-                visible,
-                logits_ptr + row * width,
-                block_max_ptr + row * (width // 8),
-                tile_max_ptr + row * (width // 64),
-                MAXIMA,
-                BLOCK_N,
-            )
+            block_max_row = block_max_ptr + row * (width // 8)
+            tile_max_row = tile_max_ptr + row * (width // 64)
+            _store_maxima(scores, first, visible, block_max_row, tile_max_row, BLOCK_N)
 
 
-def index_scores(
+def block_maxima(
     q: Tensor,
     weights: Tensor,
     cache: Tensor,
@@ -287,31 +278,34 @@ def index_scores(
     visible: Tensor,
     ratio: int,
     width: int,
-) -> Scores:
+    *,
+    skip: int = 0,
+) -> Maxima:
     rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
     check_rows("requests", requests, (rows,), INT_TYPES)
-    scores = _room(rows, width, q.device, maxima=True)
+    maxima = _room(rows, width, q.device)
     tiles = triton.cdiv(width, _DECODE_TILE["BLOCK_N"])
     if rows and tiles:
         programs = min(tiles, max(1, triton.cdiv(_DECODE_PROGRAMS, rows)))
-        _index_scores_kernel[(programs, rows)](
+        _block_maxima_kernel[(programs, rows)](
             q,
             weights,
             cache,
             req_to_token,
             requests,
             visible,
-            *scores,
+            *maxima,
             cache.stride(0),
             req_to_token.stride(0),
             width,
+            skip,
             HEADS=heads,
             HEADS_PAD=_padded(heads),
             RATIO=ratio,
             PTX=uses_inline_ptx(),
             **_DECODE_TILE,
         )
-    return scores
+    return maxima
 
 
 def index_scores_candidates(
@@ -323,6 +317,8 @@ def index_scores_candidates(
     visible: Tensor,
     ratio: int,
     blocks: Tensor,
+    *,
+    skip: int = -1,
 ) -> tuple[Tensor, Tensor]:
     rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
     check_rows("requests", requests, (rows,), INT_TYPES)
@@ -347,6 +343,7 @@ def index_scores_candidates(
             cache.stride(0),
             req_to_token.stride(0),
             num_blocks,
+            skip,
             HEADS=heads,
             HEADS_PAD=_padded(heads),
             RATIO=ratio,
@@ -356,7 +353,7 @@ def index_scores_candidates(
     return logits, block_max
 
 
-def index_scores_prefill(
+def block_maxima_prefill(
     q: Tensor,
     weights: Tensor,
     cache: Tensor,
@@ -366,33 +363,33 @@ def index_scores_prefill(
     ratio: int,
     width: int,
     *,
-    maxima: bool = True,
-) -> Scores:
+    skip: int = 0,
+) -> Maxima:
     rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
     check_rows("request", request, (1,), INT_TYPES)
-    scores = _room(rows, width, q.device, maxima=maxima)
+    maxima = _room(rows, width, q.device)
     if rows and width:
         grid = (triton.cdiv(width, _PREFILL_TILE["BLOCK_N"]), triton.cdiv(rows, _PREFILL_TILE["BLOCK_ROWS"]))
-        _index_scores_prefill_kernel[grid](
+        _block_maxima_prefill_kernel[grid](
             _split_q(q, _padded(heads)),
             weights,
             cache,
             req_to_token,
             request,
             visible,
-            *(scores if maxima else (scores.logits,) * 3),
+            *maxima,
             cache.stride(0),
             req_to_token.stride(0),
             width,
+            skip,
             rows,
             HEADS=heads,
             HEADS_PAD=_padded(heads),
             RATIO=ratio,
-            MAXIMA=maxima,
             PTX=uses_inline_ptx(),
             **_PREFILL_TILE,
         )
-    return scores
+    return maxima
 
 
 def _split_q(q: Tensor, heads_pad: int) -> Tensor:
@@ -411,16 +408,11 @@ def _padded(heads: int) -> int:
     return max(16, triton.next_power_of_2(heads))
 
 
-def _room(rows: int, width: int, device: torch.device, *, maxima: bool) -> Scores:
+def _room(rows: int, width: int, device: torch.device) -> Maxima:
     if width % TILE_ENTRIES:
         raise ValueError(f"width is {width}, not a multiple of {TILE_ENTRIES}: round it up, the excess is not touched")
-
-    def empty(columns: int) -> Tensor:
-        return torch.empty(rows, columns, dtype=torch.float32, device=device)
-
-    if not maxima:
-        return Scores(empty(width), None, None)
-    return Scores(empty(width), empty(width // BLOCK_ENTRIES), empty(width // TILE_ENTRIES))
+    sizes = (width // BLOCK_ENTRIES, width // TILE_ENTRIES)
+    return Maxima(*(torch.empty(rows, size, dtype=torch.float32, device=device) for size in sizes))
 
 
 def _check(

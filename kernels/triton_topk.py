@@ -1,27 +1,23 @@
-"""Top-K by score, the candidate pool by block maximum, and slots of positions, on CUDA (spec 2.6, 2.7).
+"""Top-K by score, the best blocks by maximum, and slots of positions, on CUDA (spec 2.6, 2.7).
 
-    select_topk(scores fp32 [n, width], visible int [n], k, block_max fp32 [n, width / 8] | None,
-                tile_max fp32 [n, width / 64] | None) -> int32 [n, k]
+    best_blocks(block_max fp32 [n, blocks], tile_max fp32 [n, blocks / 8], visible int [n], k, keep_newest)
+        -> int32 [n, k] block ids; the maxima are those of `block_maxima`
     select_in_blocks(scores fp32 [n, b * 8], block_max fp32 [n, b], blocks int32 [n, b], visible int [n], k)
-        -> int32 [n, k] positions, scores and maxima as `index_scores_candidates` gives them
-    candidate_blocks(block_max fp32 [n, blocks], tile_max fp32 [n, blocks / 8], visible int [n], topk_blocks)
-        -> int32 [n, topk_blocks]
+        -> int32 [n, k] positions; scores and maxima as `index_scores_candidates` gives them
     compressed_slots(positions int [n, k], req_to_token, requests int [n], ratio) -> int64 [n, k]
 
 Results are ascending, unique, below `visible`, padded with -1 at the end. Ties go to the lower position and
 zeros of either sign are equal, so a row's choice depends on that row alone. A NaN score is never chosen, -inf
-may be. `candidate_blocks` always keeps the block of the newest entry, as one of `topk_blocks`. Scores and maxima
-past the visible entries are not read.
+may be. `keep_newest` makes the block of the newest entry one of the k. Scores and maxima past the visible
+entries are not read; a row whose blocks (or entries) all fit is given them without a look at its scores.
 
-A row's k best lie in its k best blocks, ranked by (maximum, lower block first): a block outside them has k
-blocks ahead of it, each with an entry that wins against all of its own. So a wide row narrows level by level,
-1M entries -> 2048 maxima of 512 -> k groups' maxima of 64 -> k tiles' maxima of 8 -> k blocks' entries, each level
-small enough for registers. The maxima are those that `triton_index_scores` leaves behind.
+A row's k best entries lie in its k best blocks, ranked by (maximum, lower block first): a block outside them has k
+blocks ahead of it, each with an entry that wins against all of its own. The same holds for blocks in tiles of 8. So a
+row narrows level by level, 1M entries -> 16,384 maxima of 64 -> k tiles' maxima of 8 -> k blocks' entries, each level
+small enough for registers.
 
 One program per row: its keys (fp32 in an order-preserving integer form) stay in registers; the k-th largest is
-found two bits at a time by counting, until exactly k are
-separated; a prefix sum gives each kept entry its place. Levels of one row run in one
-program.
+found two bits at a time by counting, until exactly k are separated; a prefix sum gives each kept entry its place.
 """
 
 from __future__ import annotations
@@ -37,7 +33,6 @@ from sglang_csa2.kernels.triton_records import INT_TYPES, check_rows
 MAX_KEYS = 16384
 BLOCK_ENTRIES = 8
 TILE_BLOCKS = 8
-TILE_ENTRIES = 64
 
 
 @triton.jit
@@ -148,60 +143,10 @@ def _choose_listed(
 
 
 @triton.jit
-def _select_kernel(
-    scores_ptr,  # fp32 [n, width]; `width` is the row stride
-    visible_ptr,  # int [n]
-    chosen_ptr,  # int32 [n, k]
-    width,
-    k,
-    N: tl.constexpr,
-    K_PAD: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
-    _choose_all(scores_ptr + row * width, visible, -1, chosen_ptr + row * k, k, N, K_PAD)
-
-
-@triton.jit
-def _select_wide_kernel(
-    scores_ptr,  # fp32 [n, width]
-    block_max_ptr,  # fp32 [n, width / 8]
-    tile_max_ptr,  # fp32 [n, width / 64]
-    visible_ptr,  # int [n]
-    scratch_ptr,  # int32 [n, 3, k]: chosen groups of 8 tiles, then tiles, then blocks
-    chosen_ptr,  # int32 [n, k]
-    width,
-    k,
-    GROUPS: tl.constexpr,
-    CHILDREN: tl.constexpr,
-    K_PAD: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    visible = tl.minimum(tl.load(visible_ptr + row).to(tl.int32), width)
-    groups_ptr = scratch_ptr + row * (3 * k)
-    tiles_ptr, blocks_ptr = groups_ptr + k, groups_ptr + 2 * k
-    scores_row = scores_ptr + row * width
-    block_max_row = block_max_ptr + row * (width // 8)
-    tile_max_row = tile_max_ptr + row * (width // 64)
-    chosen_row = chosen_ptr + row * k
-    if visible <= CHILDREN:
-        _choose_all(scores_row, visible, -1, chosen_row, k, CHILDREN, K_PAD)
-    else:
-        tiles = tl.cdiv(visible, 64)
-        if tiles <= CHILDREN:
-            _choose_all(tile_max_row, tiles, -1, tiles_ptr, k, CHILDREN, K_PAD)
-        else:
-            group = tl.arange(0, GROUPS)
-            tile = group[:, None] * 8 + tl.arange(0, 8)[None, :]
-            maxima = tl.load(tile_max_row + tile, mask=tile < tiles, other=float("-inf"))
-            places, number = _places(_ordered(tl.max(maxima, axis=1), group * 8 < tiles), k)
-            _emit(groups_ptr, group, places, number, k, K_PAD)
-            tl.debug_barrier()
-            _choose_children(groups_ptr, k, tile_max_row, tiles, -1, tiles_ptr, k, CHILDREN, K_PAD)
-        tl.debug_barrier()
-        _choose_children(tiles_ptr, k, block_max_row, tl.cdiv(visible, 8), -1, blocks_ptr, k, CHILDREN, K_PAD)
-        tl.debug_barrier()
-        _choose_children(blocks_ptr, k, scores_row, visible, -1, chosen_row, k, CHILDREN, K_PAD)
+def _choose_everything(number, chosen_ptr, k, K_PAD: tl.constexpr):
+    """The first `number` ids, at most k, then -1."""
+    column = tl.arange(0, K_PAD)
+    tl.store(chosen_ptr + column, tl.where(column < number, column, -1), mask=column < k)
 
 
 @triton.jit
@@ -220,21 +165,25 @@ def _select_in_blocks_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     visible = tl.load(visible_ptr + row).to(tl.int32)
-    blocks_row = blocks_ptr + row * num_blocks
-    columns_ptr = scratch_ptr + row * k
-    column = tl.arange(0, COLUMNS)
-    listed = column < num_blocks
-    block = tl.load(blocks_row + column, mask=listed, other=-1)
-    maxima = tl.load(block_max_ptr + row * num_blocks + column, mask=listed, other=0.0)
-    places, number = _places(_ordered(maxima, (block >= 0) & (block * 8 < visible)), k)
-    _emit(columns_ptr, column, places, number, k, K_PAD)
-    tl.debug_barrier()
-    scores_row = scores_ptr + row * (num_blocks * 8)
-    _choose_listed(columns_ptr, k, scores_row, blocks_row, visible, chosen_ptr + row * k, k, CHILDREN, K_PAD)
+    if visible <= tl.minimum(k, num_blocks * 8):
+        # Every block is listed and every entry chosen, in its own place.
+        _choose_everything(visible, chosen_ptr + row * k, k, K_PAD)
+    else:
+        blocks_row = blocks_ptr + row * num_blocks
+        columns_ptr = scratch_ptr + row * k
+        column = tl.arange(0, COLUMNS)
+        listed = column < num_blocks
+        block = tl.load(blocks_row + column, mask=listed, other=-1)
+        maxima = tl.load(block_max_ptr + row * num_blocks + column, mask=listed, other=0.0)
+        places, number = _places(_ordered(maxima, (block >= 0) & (block * 8 < visible)), k)
+        _emit(columns_ptr, column, places, number, k, K_PAD)
+        tl.debug_barrier()
+        scores_row = scores_ptr + row * (num_blocks * 8)
+        _choose_listed(columns_ptr, k, scores_row, blocks_row, visible, chosen_ptr + row * k, k, CHILDREN, K_PAD)
 
 
 @triton.jit
-def _candidate_blocks_kernel(
+def _best_blocks_kernel(
     block_max_ptr,  # fp32 [n, blocks]
     tile_max_ptr,  # fp32 [n, blocks / 8]
     visible_ptr,  # int [n]
@@ -242,20 +191,26 @@ def _candidate_blocks_kernel(
     chosen_ptr,  # int32 [n, k]
     blocks,
     k,
+    KEEP_NEWEST: tl.constexpr,
     TILES: tl.constexpr,
     CHILDREN: tl.constexpr,
     K_PAD: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     seen = tl.minimum(tl.cdiv(tl.load(visible_ptr + row).to(tl.int32), 8), blocks)
-    newest = seen - 1
     maxima = block_max_ptr + row * blocks
     chosen_row = chosen_ptr + row * k
-    if seen <= CHILDREN:
+    # No block or tile has a negative id: nothing is forced.
+    newest = seen - 1 if KEEP_NEWEST else -8
+    if seen <= k:
+        _choose_everything(seen, chosen_row, k, K_PAD)
+    elif seen <= CHILDREN:
         _choose_all(maxima, seen, newest, chosen_row, k, CHILDREN, K_PAD)
     else:
         tiles_ptr = scratch_ptr + row * k
-        _choose_all(tile_max_ptr + row * (blocks // 8), tl.cdiv(seen, 8), newest // 8, tiles_ptr, k, TILES, K_PAD)
+        tile_max_row = tile_max_ptr + row * (blocks // 8)
+        newest_tile = newest // 8 if KEEP_NEWEST else -8
+        _choose_all(tile_max_row, tl.cdiv(seen, 8), newest_tile, tiles_ptr, k, TILES, K_PAD)
         tl.debug_barrier()
         _choose_children(tiles_ptr, k, maxima, seen, newest, chosen_row, k, CHILDREN, K_PAD)
 
@@ -278,39 +233,6 @@ def _compressed_slots_kernel(
     tokens = req_to_token_ptr + tl.load(requests_ptr + row).to(tl.int64) * request_stride
     token = tl.load(tokens + position * RATIO, mask=position >= 0, other=0).to(tl.int64)
     tl.store(slots_ptr + row * k + column, tl.where(position >= 0, token // RATIO, -1), mask=column < k)
-
-
-def select_topk(
-    scores: Tensor, visible: Tensor, k: int, *, block_max: Tensor | None = None, tile_max: Tensor | None = None
-) -> Tensor:
-    """With both maxima, level by level; without, only up to MAX_KEYS wide."""
-    rows, width = _check_rows("scores", scores, visible, k)
-    chosen = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-    if not rows:
-        return chosen
-    k_pad = triton.next_power_of_2(k)
-    children = max(128, k_pad * BLOCK_ENTRIES)
-    if width <= (MAX_KEYS if block_max is None else children):
-        keys = max(128, triton.next_power_of_2(width))
-        _select_kernel[(rows,)](scores, visible, chosen, width, k, N=keys, K_PAD=k_pad, num_warps=_warps(keys))
-        return chosen
-    _check_levels(width // BLOCK_ENTRIES, block_max, tile_max, rows, k)
-    groups = max(128, triton.next_power_of_2(triton.cdiv(width, TILE_ENTRIES * BLOCK_ENTRIES)))
-    _select_wide_kernel[(rows,)](
-        scores,
-        block_max,
-        tile_max,
-        visible,
-        torch.empty(rows, 3, k, dtype=torch.int32, device=scores.device),
-        chosen,
-        width,
-        k,
-        GROUPS=groups,
-        CHILDREN=children,
-        K_PAD=k_pad,
-        num_warps=_warps(max(groups, children)),
-    )
-    return chosen
 
 
 def select_in_blocks(scores: Tensor, block_max: Tensor, blocks: Tensor, visible: Tensor, k: int) -> Tensor:
@@ -345,26 +267,34 @@ def select_in_blocks(scores: Tensor, block_max: Tensor, blocks: Tensor, visible:
     return chosen
 
 
-def candidate_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, topk_blocks: int) -> Tensor:
-    rows, blocks = _check_rows("block_max", block_max, visible, topk_blocks)
-    _check_levels(blocks, block_max, tile_max, rows, topk_blocks)
-    chosen = torch.empty(rows, topk_blocks, dtype=torch.int32, device=block_max.device)
+def best_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, k: int, *, keep_newest: bool) -> Tensor:
+    rows, blocks = _check_rows("block_max", block_max, visible, k)
+    check_rows("tile_max", tile_max, (rows, blocks // TILE_BLOCKS), (torch.float32,))
+    if not tile_max.is_contiguous():
+        raise ValueError(f"tile_max must be contiguous, got strides {tile_max.stride()}: copy it first")
+    if blocks > MAX_KEYS * TILE_BLOCKS or k * TILE_BLOCKS > MAX_KEYS:
+        raise ValueError(
+            f"{blocks} blocks or k = {k} is too many: at most {MAX_KEYS * TILE_BLOCKS} blocks and k = "
+            f"{MAX_KEYS // TILE_BLOCKS}; split the context or choose fewer"
+        )
+    chosen = torch.empty(rows, k, dtype=torch.int32, device=block_max.device)
     if rows:
-        k_pad = triton.next_power_of_2(topk_blocks)
+        k_pad = triton.next_power_of_2(k)
         tiles = max(128, triton.next_power_of_2(blocks // TILE_BLOCKS))
-        scratch = torch.empty_like(chosen)
-        _candidate_blocks_kernel[(rows,)](
+        children = max(128, k_pad * TILE_BLOCKS)
+        _best_blocks_kernel[(rows,)](
             block_max,
             tile_max,
             visible,
-            scratch,
+            torch.empty_like(chosen),
             chosen,
             blocks,
-            topk_blocks,
+            k,
+            KEEP_NEWEST=keep_newest,
             TILES=tiles,
-            CHILDREN=max(128, k_pad * TILE_BLOCKS),
+            CHILDREN=children,
             K_PAD=k_pad,
-            num_warps=_warps(max(tiles, k_pad * TILE_BLOCKS)),
+            num_warps=_warps(max(tiles, children)),
         )
     return chosen
 
@@ -404,22 +334,3 @@ def _check_rows(name: str, scores: Tensor, visible: Tensor, k: int) -> tuple[int
     if k < 1:
         raise ValueError(f"k is {k}: choose at least one")
     return scores.shape
-
-
-def _check_levels(blocks: int, block_max: Tensor | None, tile_max: Tensor | None, rows: int, k: int) -> None:
-    if block_max is None or tile_max is None:
-        raise ValueError(
-            f"{blocks * BLOCK_ENTRIES} entries exceed the {MAX_KEYS} that a program holds: pass block_max and "
-            "tile_max, which index_scores returns beside the logits"
-        )
-    check_rows("block_max", block_max, (rows, blocks), (torch.float32,))
-    check_rows("tile_max", tile_max, (rows, blocks // TILE_BLOCKS), (torch.float32,))
-    if not (block_max.is_contiguous() and tile_max.is_contiguous()):
-        raise ValueError(
-            f"maxima must be contiguous, got strides {block_max.stride()} and {tile_max.stride()}: copy them first"
-        )
-    if blocks > MAX_KEYS * TILE_BLOCKS or k * TILE_BLOCKS > MAX_KEYS:
-        raise ValueError(
-            f"{blocks} blocks or k = {k} is too many: at most {MAX_KEYS * TILE_BLOCKS} blocks and k = "
-            f"{MAX_KEYS // TILE_BLOCKS}; split the context or choose fewer"
-        )

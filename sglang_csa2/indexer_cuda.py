@@ -1,15 +1,20 @@
 """Score -> candidate pool -> Top-K -> slots on CUDA: the triton route. The contract is that of `Indexer.choose`.
 
+A scan leaves the maxima of blocks of 8 entries, no scores. The best blocks of a row hold its best entries, so they
+alone are scored again; for the candidate source they are its pool as well. A consumer starts from that pool, fetches
+and scores only its blocks. So every layer ends in the same step, whose cost does not depend on the context. Rows
+that see no more entries than their best blocks hold skip the scan, rows that see at most Top-K skip the scores.
+
 A decode runs in fixed shapes and may be captured: buffers are as wide as the metadata's bound, the work follows the
-live lengths on the device. A consumer fetches and scores only its pool's blocks. A prefill loops over requests with
-the host's numbers and cuts their rows into tiles under a budget.
+live lengths on the device. A prefill loops over requests with the host's numbers. Both cut their rows into tiles
+under a budget, so that no buffer grows with rows times context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sglang_csa2.indexer import Indexer
@@ -18,8 +23,16 @@ from sglang_csa2.kernels import triton_topk as selecting
 from sglang_csa2.layer_plan import LayerPlan, LayerSpec
 from sglang_csa2.metadata import Csa2Metadata
 
-# Bytes of fp32 scores that one tile of prefill rows may hold.
-_TILE_BYTES = 512 << 20
+# Bytes of fp32 maxima or scores that one tile of rows may hold: 455 rows of a scan of 1M entries, 4096 rows of pools.
+_TILE_BYTES = 256 << 20
+
+
+class _Tile(NamedTuple):
+    """Rows worked off together. request: int64 [1] in a prefill, whose tiles are of one request; longest: its bound."""
+
+    rows: slice
+    request: Tensor | None
+    longest: int
 
 
 class CudaIndexer(Indexer):
@@ -37,76 +50,79 @@ class CudaIndexer(Indexer):
 
     def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weights = weights.contiguous()
-        route = self._decode if meta.groups is None else self._prefill
-        return route(layer, q, weights, cache, meta, consumed)
+        # A graph is captured once for all lengths, so its decode always publishes.
+        publishes = self._wants_pool(layer, meta) or (meta.groups is None and layer.is_candidate_source)
+        tiles, positions, pools = list(self._tiles(layer, meta, consumed is not None)), [], []
+        for tile in tiles:
+            part = (q[tile.rows], weights[tile.rows], cache, meta.tables.req_to_token)
+            if consumed is None:
+                blocks, pool = self._best_blocks(layer, part, meta, tile, publishes)
+                pools.append(pool)
+            else:
+                blocks = consumed[tile.rows]
+            positions.append(self._choose_in_blocks(layer, part, meta, tile, blocks))
+        return _joined(tiles, positions, meta), _joined(tiles, pools, meta) if publishes else None
 
     def _slots(self, positions: Tensor, layer: LayerSpec, meta: Csa2Metadata) -> Tensor:
         return selecting.compressed_slots(positions, meta.tables.req_to_token, meta.requests, layer.ratio)
 
-    def _decode(self, layer, q, weights, cache, meta, consumed) -> tuple[Tensor, Tensor | None]:
-        table, requests = meta.tables.req_to_token, meta.requests
-        visible = meta.ratios[layer.ratio].visible
-        if consumed is not None:
-            return self._choose_in_pool(layer, q, weights, cache, meta, requests, visible, consumed), None
-        width = _round_up(meta.longest // layer.ratio)
-        scores = scoring.index_scores(q, weights, cache, table, requests, visible, layer.ratio, width)
-        return self._select(layer, scores, visible, wants_pool=layer.is_candidate_source)
+    def _best_blocks(self, layer, part, meta, tile: _Tile, publishes: bool) -> tuple[Tensor, Tensor | None]:
+        """Blocks that hold a tile's Top-K, and its candidate pool if the layer publishes one; both int32 [rows, b]."""
+        topk, pool_blocks = self.config.index_topk, self.config.candidate_topk_blocks
+        # One place of the pool is the newest block's.
+        pool_serves_both = publishes and pool_blocks > topk
+        visible = meta.ratios[layer.ratio].visible[tile.rows]
+        width = _round_up(tile.longest // layer.ratio)
+        fewest = pool_blocks if pool_serves_both else min(topk, pool_blocks) if publishes else topk
+        if tile.request is None:
+            scan, requests = scoring.block_maxima, meta.requests[tile.rows]
+        else:
+            scan, requests = scoring.block_maxima_prefill, tile.request
+        maxima = scan(*part, requests, visible, layer.ratio, width, skip=fewest * scoring.BLOCK_ENTRIES)
+        pool = selecting.best_blocks(*maxima, visible, pool_blocks, keep_newest=True) if publishes else None
+        if pool_serves_both:
+            return pool, pool
+        return selecting.best_blocks(*maxima, visible, topk, keep_newest=False), pool
 
-    def _prefill(self, layer, q, weights, cache, meta, consumed) -> tuple[Tensor, Tensor | None]:
-        rows_visible = meta.ratios[layer.ratio].visible
-        positions = torch.empty(meta.num_rows, self.config.index_topk, dtype=torch.int32, device=q.device)
-        wants_pool = self._wants_pool(layer, meta)
-        published = None
-        if wants_pool:
-            published = torch.empty(
-                meta.num_rows, self.config.candidate_topk_blocks, dtype=torch.int32, device=q.device
-            )
-        for rows, request, longest in self._tiles(layer, meta, consumed is not None):
-            visible = rows_visible[rows]
-            if consumed is not None:
-                positions[rows] = self._choose_in_pool(
-                    layer, q[rows], weights[rows], cache, meta, meta.requests[rows], visible, consumed[rows]
-                )
-                continue
-            width = _round_up(longest // layer.ratio)
-            scores = scoring.index_scores_prefill(
-                q[rows], weights[rows], cache, meta.tables.req_to_token, request, visible, layer.ratio, width
-            )
-            positions[rows], pool = self._select(layer, scores, visible, wants_pool=wants_pool)
-            if published is not None:
-                published[rows] = pool
-        return positions, published
-
-    def _select(self, layer, scores, visible, *, wants_pool: bool) -> tuple[Tensor, Tensor | None]:
-        positions = selecting.select_topk(
-            scores.logits, visible, self.config.index_topk, block_max=scores.block_max, tile_max=scores.tile_max
-        )
-        if not wants_pool:
-            return positions, None
-        return positions, selecting.candidate_blocks(
-            scores.block_max, scores.tile_max, visible, self.config.candidate_topk_blocks
-        )
-
-    def _choose_in_pool(self, layer, q, weights, cache, meta, requests, visible, blocks) -> Tensor:
-        table = meta.tables.req_to_token
+    def _choose_in_blocks(self, layer, part, meta, tile: _Tile, blocks: Tensor) -> Tensor:
+        """Top-K positions, int32 [rows, topk], among the entries of each row's blocks."""
+        visible, topk = meta.ratios[layer.ratio].visible[tile.rows], self.config.index_topk
+        skip = min(topk, blocks.shape[1] * scoring.BLOCK_ENTRIES)
         logits, maxima = scoring.index_scores_candidates(
-            q, weights, cache, table, requests, visible, layer.ratio, blocks
+            *part, meta.requests[tile.rows], visible, layer.ratio, blocks, skip=skip
         )
-        return selecting.select_in_blocks(logits, maxima, blocks, visible, self.config.index_topk)
+        return selecting.select_in_blocks(logits, maxima, blocks, visible, topk)
 
-    def _tiles(self, layer, meta: Csa2Metadata, in_pool: bool) -> Iterator[tuple[slice, Tensor, int]]:
-        """Runs of rows of one request, the request's slot [1] and a bound on its context."""
+    def _tiles(self, layer, meta: Csa2Metadata, in_pool: bool) -> Iterator[_Tile]:
+        """A decode's rows, or a prefill's request by request, cut under the budget."""
+        if meta.groups is None:
+            yield from self._cut(0, meta.num_rows, None, layer, meta.longest, in_pool)
+            return
         for group in meta.groups:
-            width = self.config.candidate_pool_entries if in_pool else _round_up(group.longest // layer.ratio)
-            height = max(1, _TILE_BYTES // (max(width, 1) * 4))
             count = group.rows.shape[1]
             for member, start in enumerate(group.starts):
-                for top in range(0, count, height):
-                    rows = slice(start + top, start + min(top + height, count))
-                    yield rows, group.requests[member : member + 1], group.longest
+                request = group.requests[member : member + 1]
+                yield from self._cut(start, count, request, layer, group.longest, in_pool)
+
+    def _cut(self, start, count, request, layer, longest, in_pool) -> Iterator[_Tile]:
+        scan = 0 if in_pool else _round_up(longest // layer.ratio) // scoring.BLOCK_ENTRIES
+        listed = max(self.config.index_topk * scoring.BLOCK_ENTRIES, self.config.candidate_pool_entries)
+        height = max(1, _TILE_BYTES // (4 * max(scan, listed)))
+        for top in range(start, start + count, height):
+            yield _Tile(slice(top, min(top + height, start + count)), request, longest)
+
+
+def _joined(tiles: list[_Tile], parts: list[Tensor], meta: Csa2Metadata) -> Tensor:
+    """The tiles' results in the order of the rows."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = parts[0].new_empty(meta.num_rows, parts[0].shape[1])
+    for tile, part in zip(tiles, parts, strict=True):
+        whole[tile.rows] = part
+    return whole
 
 
 def _round_up(entries: int) -> int:
-    """A width the score kernels take: whole tiles, at least one."""
+    """A width the scan takes: whole tiles, at least one."""
     tile = scoring.TILE_ENTRIES
     return max(tile, -(-entries // tile) * tile)

@@ -48,20 +48,20 @@ def _attention():
 def _index_scores():
     q, weights = _bf16(4, 32, 128), _bf16(4, 32)
     common = (q, weights, _bytes(8, INDEX_PAGE_BYTES), _ints(4, 4096, dtype=torch.int32))
-    triton_index_scores.index_scores(*common, _ints(4), _ints(4), 1, 4096)
-    triton_index_scores.index_scores_prefill(*common, _ints(1), _ints(4), 2, 2048)
+    triton_index_scores.block_maxima(*common, _ints(4), _ints(4), 1, 4096)
+    triton_index_scores.block_maxima_prefill(*common, _ints(1), _ints(4), 2, 2048)
     triton_index_scores.index_scores_candidates(*common, _ints(4), _ints(4), 1, _ints(4, 2048, dtype=torch.int32))
 
 
 def _topk():
     visible, wide = _ints(2), 1 << 20
-    maxima = {"block_max": torch.empty(2, wide // 8), "tile_max": torch.empty(2, wide // 64)}
-    triton_topk.select_topk(torch.empty(2, 16384), visible, 512)
-    triton_topk.select_topk(torch.empty(1, 64).expand(2, 64).contiguous(), visible, 512)
-    triton_topk.select_topk(torch.empty(2, wide), visible, 512, **maxima)
-    blocks = _ints(2, 2048, dtype=torch.int32)
-    triton_topk.select_in_blocks(torch.empty(2, 16384), torch.empty(2, 2048), blocks, visible, 512)
-    triton_topk.candidate_blocks(*maxima.values(), visible, 2048)
+    maxima = torch.empty(2, wide // 8), torch.empty(2, wide // 64)
+    triton_topk.best_blocks(*maxima, visible, 2048, keep_newest=True)
+    triton_topk.best_blocks(*maxima, visible, 512, keep_newest=False)
+    for listed in (512, 2048):
+        blocks = _ints(2, listed, dtype=torch.int32)
+        scores = torch.empty(2, listed * 8), torch.empty(2, listed)
+        triton_topk.select_in_blocks(*scores, blocks, visible, 512)
     triton_topk.compressed_slots(_ints(2, 512, dtype=torch.int32), _ints(4, 64, dtype=torch.int32), visible, 2)
 
 

@@ -51,12 +51,11 @@ class Step:
         )
         triton_store.main_kv_store(latent, self.table, entry_positions, entry_slots, self.main)
         visible = (self.positions + 1) // 2
-        scores = triton_index_scores.index_scores(
-            self.index_q, self.weights, self.index, self.req_to_token, self.requests, visible, 2, CONTEXT // 2
-        )
-        chosen = triton_topk.select_topk(
-            scores.logits, visible, TOPK, block_max=scores.block_max, tile_max=scores.tile_max
-        )
+        part = (self.index_q, self.weights, self.index, self.req_to_token, self.requests, visible, 2)
+        maxima = triton_index_scores.block_maxima(*part, CONTEXT // 2, skip=TOPK * 8)
+        blocks = triton_topk.best_blocks(*maxima, visible, TOPK, keep_newest=False)
+        scores, best = triton_index_scores.index_scores_candidates(*part, blocks, skip=TOPK)
+        chosen = triton_topk.select_in_blocks(scores, best, blocks, visible, TOPK)
         slots = triton_topk.compressed_slots(chosen, self.req_to_token, self.requests, 2)
         out = triton_sparse_attention.sparse_attention(
             self.q, self.swa, self.swa_slots, self.main, slots, self.sink, 512**-0.5

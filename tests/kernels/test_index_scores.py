@@ -59,21 +59,24 @@ class Case:
         return self.q, self.weights, self.cache, self.req_to_token
 
 
-def _check(case, row, have):
+def _check(case, row, maxima):
+    """A row's maxima of blocks and tiles: those of its exact scores, within fp32's accumulation."""
     exact, eager = case.expected(row)
-    if not exact.numel():
-        return exact
-    error, bound = cases.relative_error(have, exact), cases.relative_error(eager, exact)
-    assert error <= max(cases.SLACK * bound, 1e-6)
-    # Nothing but fp32 accumulation separates these scores from the exact ones.
-    assert error < 1e-5
-    return have
+    for have, size in zip(maxima, (8, 64), strict=True):
+        number = -(-len(exact) // size)
+        if number:
+            want, rough = _maxima(exact, size), _maxima(eager.double(), size)
+            error, bound = cases.relative_error(have[row, :number], want), cases.relative_error(rough, want)
+            assert error <= max(cases.SLACK * bound, 1e-6)
+            assert error < 1e-5
+        # Work follows the length: nothing past it is touched.
+        assert have[row, number:].isnan().all()
 
 
-def _check_maxima(have, maxima, size):
-    blocks = -(-len(have) // size)
-    padded = torch.nn.functional.pad(have, (0, blocks * size - len(have)), value=-torch.inf)
-    assert torch.equal(maxima[:blocks], padded.view(blocks, size).amax(-1))
+def _maxima(scores, size):
+    groups = -(-len(scores) // size)
+    padded = torch.nn.functional.pad(scores, (0, groups * size - len(scores)), value=-torch.inf)
+    return padded.view(groups, size).amax(-1)
 
 
 def _poison_outputs(monkeypatch):
@@ -92,23 +95,24 @@ def _poison_outputs(monkeypatch):
 def test_decode(ratio, heads, device, monkeypatch):
     case = Case(LENGTHS, ratio, heads, device)
     _poison_outputs(monkeypatch)
-    scores = kernels.index_scores(*case.arguments(), case.requests, case.visible, ratio, case.width)
+    maxima = kernels.block_maxima(*case.arguments(), case.requests, case.visible, ratio, case.width)
+    skipping = kernels.block_maxima(*case.arguments(), case.requests, case.visible, ratio, case.width, skip=128)
     for row, length in enumerate(case.visible.tolist()):
-        have = _check(case, row, scores.logits[row, :length])
-        _check_maxima(have.float(), scores.block_max[row], 8)
-        _check_maxima(have.float(), scores.tile_max[row], 64)
-        # Work follows the length: nothing past it is touched.
-        assert scores.logits[row, length:].isnan().all()
-        assert scores.block_max[row, -(-length // 8) :].isnan().all()
+        _check(case, row, maxima)
+        for have, want in zip(skipping, maxima, strict=True):
+            if length <= 128:
+                assert have[row].isnan().all()
+            else:
+                assert torch.equal(have[row].nan_to_num(), want[row].nan_to_num())
 
 
 @pytest.mark.skipif(cases.INTERPRETED, reason="long")
 @pytest.mark.parametrize(("length", "ratio"), [(131073, 1), (131073, 2), (524288, 1)])
 def test_decode_long(length, ratio, device):
     case = Case([length, 3], ratio, 32, device)
-    scores = kernels.index_scores(*case.arguments(), case.requests.int(), case.visible.int(), ratio, case.width)
+    maxima = kernels.block_maxima(*case.arguments(), case.requests.int(), case.visible.int(), ratio, case.width)
     for row, visible in enumerate(case.visible.tolist()):
-        _check_maxima(_check(case, row, scores.logits[row, :visible]), scores.tile_max[row], 64)
+        _check(case, row, [m[:, : -(-visible // size)] for m, size in zip(maxima, (8, 64), strict=True)])
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -119,17 +123,15 @@ def test_prefill(ratio, length, device, monkeypatch):
     case.visible = torch.arange(length - rows + 1, length + 1, device=device).clamp(min=0)
     case.requests = torch.zeros_like(case.visible)
     _poison_outputs(monkeypatch)
-    scores = kernels.index_scores_prefill(*case.arguments(), case.requests[:1], case.visible, ratio, case.width)
-    bare = kernels.index_scores_prefill(
-        *case.arguments(), case.requests[:1], case.visible, ratio, case.width, maxima=False
-    )
-    assert bare.block_max is None
+    arguments = (*case.arguments(), case.requests[:1], case.visible, ratio, case.width)
+    maxima = kernels.block_maxima_prefill(*arguments)
+    skipping = kernels.block_maxima_prefill(*arguments, skip=128)
     for row, visible in enumerate(case.visible.tolist()):
-        have = _check(case, row, scores.logits[row, :visible])
-        _check_maxima(have.float(), scores.block_max[row], 8)
-        _check_maxima(have.float(), scores.tile_max[row], 64)
-        assert scores.logits[row, visible:].isnan().all()
-        assert torch.equal(bare.logits[row, :visible], scores.logits[row, :visible])
+        _check(case, row, maxima)
+        if visible > 128:
+            _check(case, row, skipping)
+    if length <= 128:
+        assert skipping.blocks.isnan().all()
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -146,10 +148,18 @@ def test_candidates(ratio, num_blocks, device, monkeypatch):
         entries = (blocks[row, :, None] * 8 + torch.arange(8, device=device)).flatten()
         there = (blocks[row].repeat_interleave(8) >= 0) & (entries < case.visible[row])
         assert (have[row, ~there] == -torch.inf).all()
-        exact, _ = case.expected(row)
+        exact, eager = case.expected(row)
         assert torch.equal(block_max[row], have[row].view(-1, 8).amax(-1))
         if there.any():
-            assert cases.relative_error(have[row, there], exact[entries[there].long()]) < 1e-5
+            want, rough = exact[entries[there].long()], eager[entries[there].long()]
+            error = cases.relative_error(have[row, there], want)
+            assert error < 1e-5
+            assert error <= max(cases.SLACK * cases.relative_error(rough, want), 1e-6)
+    arguments = (*case.arguments(), case.requests, case.visible, ratio, blocks)
+    for skipping, all_of in zip(kernels.index_scores_candidates(*arguments, skip=128), (have, block_max), strict=True):
+        short = case.visible <= 128
+        assert skipping[short].isnan().all()
+        assert torch.equal(skipping[~short], all_of[~short])
 
 
 @pytest.mark.skipif(cases.INTERPRETED, reason="allocates 2 GiB")
@@ -162,15 +172,18 @@ def test_slots_past_two_gib(device):
     case.cache = cache
     case.req_to_token = torch.arange(256, device=device).view(1, -1).int() + (pages - 4) * INDEX_PAGE_SLOTS
     case.requests.zero_()
-    scores = kernels.index_scores(*case.arguments(), case.requests, case.visible, 1, case.width)
     keys = gather_index_k(cache, case.req_to_token[0, :200].long())
     exact = reference_scores(case.q, keys, case.weights, dtype=torch.float64)[0]
-    assert cases.relative_error(scores.logits[0, :200], exact) < 1e-5
+    maxima = kernels.block_maxima(*case.arguments(), case.requests, case.visible, 1, case.width)
+    assert cases.relative_error(maxima.blocks[0, :25], _maxima(exact, 8)) < 1e-5
+    blocks = torch.arange(25, device=device, dtype=torch.int32).view(1, -1)
+    scores, _ = kernels.index_scores_candidates(*case.arguments(), case.requests, case.visible, 1, blocks)
+    assert cases.relative_error(scores[0], exact) < 1e-5
 
 
 def test_refusals(device):
     case = Case([5], 1, 4, device)
     with pytest.raises(ValueError, match="multiple of 64"):
-        kernels.index_scores(*case.arguments(), case.requests, case.visible, 1, 100)
+        kernels.block_maxima(*case.arguments(), case.requests, case.visible, 1, 100)
     with pytest.raises(ValueError, match="ratio is 3"):
-        kernels.index_scores(*case.arguments(), case.requests, case.visible, 3, 64)
+        kernels.block_maxima(*case.arguments(), case.requests, case.visible, 3, 64)

@@ -13,7 +13,7 @@ SUITES = {
     "stores and pooling": ["test_store.py", "test_pool_pairs.py", "test_gather.py"],
     "index scores": ["test_index_scores.py"],
     "attention": ["test_sparse_attention.py"],
-    "top-k": ["test_topk.py", "-k", "in_blocks or candidate or slots or refusals"],
+    "top-k": ["test_topk.py", "-k", "in_blocks or best_blocks or slots or refusals"],
 }
 
 

@@ -57,32 +57,7 @@ def check_choice(chosen, scores, allowed, k):
             assert tied_kept.max() < tied_left.min(), "a tie went to the higher position"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", cases.pick([1, 8, 512], [8]))
-def test_select_topk(k, kind, device):
-    visible = torch.tensor(LENGTHS, device=device)
-    width = max(LENGTHS) + 1
-    if width > kernels.MAX_KEYS:
-        width = kernels.MAX_KEYS
-    scores = _scores(len(LENGTHS), width, kind, device)
-    chosen = kernels.select_topk(scores, visible, k)
-    for row, length in enumerate(LENGTHS):
-        check_choice(chosen[row], scores[row], torch.arange(width, device=device) < length, k)
-
-
 WIDE = [0, 1, 513, 4095, 4096, 4097, 16385, 65537, 131073, 524287, 1048575, 1048576]
-
-
-@pytest.mark.skipif(cases.INTERPRETED, reason="long")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 100, 512])
-def test_select_topk_wide(k, kind, device):
-    visible = torch.tensor(WIDE, device=device)
-    scores = _scores(len(WIDE), 1 << 20, kind, device)
-    maxima = {"block_max": _maxima(scores, visible, 8), "tile_max": _maxima(scores, visible, 64)}
-    chosen = kernels.select_topk(scores, visible, k, **maxima)
-    for row, length in enumerate(WIDE):
-        check_choice(chosen[row], scores[row], torch.arange(1 << 20, device=device) < length, k)
 
 
 def _blocks(length, num_blocks, device):
@@ -108,27 +83,35 @@ def test_select_in_blocks(num_blocks, kind, device):
         there = (blocks[row].repeat_interleave(8) >= 0) & (entries < length)
         # The choice in terms of compact columns.
         column_of = {int(entry): column for column, entry in enumerate(entries.tolist()) if there[column]}
+        if length <= min(KEEP, num_blocks * 8):
+            # All that the row sees fits: scores are not asked.
+            assert chosen[row].tolist() == [*range(length), *[-1] * (KEEP - length)]
+            continue
         columns = torch.tensor([column_of.get(entry, -1) for entry in chosen[row].tolist()], device=device)
         check_choice(columns, compact[row], there, KEEP)
 
 
+@pytest.mark.parametrize("keep_newest", [True, False])
 @pytest.mark.parametrize("kind", ["normal", "ties", "constant", "infinite"])
 @pytest.mark.parametrize(
-    ("lengths", "keep"), cases.pick([(LENGTHS, 16), (LENGTHS, 2048), (WIDE, 2048)], [(LENGTHS, 16)])
-)
-def test_candidate_blocks(lengths, keep, kind, device):
+    ("lengths", "keep"), cases.pick([(LENGTHS, 16), (LENGTHS, 512), (LENGTHS, 2048), (WIDE, 512), (WIDE, 2048)],
+                                    [(LENGTHS, 16)])
+)  # fmt: skip
+def test_best_blocks(lengths, keep, kind, keep_newest, device):
     visible = torch.tensor(lengths, device=device)
     width = -(-max(lengths) // 64) * 64
     scores = _scores(len(lengths), width, kind, device)
     block_max, tile_max = _maxima(scores, visible, 8), _maxima(scores, visible, 64)
-    chosen = kernels.candidate_blocks(block_max, tile_max, visible, keep)
+    chosen = kernels.best_blocks(block_max, tile_max, visible, keep, keep_newest=keep_newest)
     for row, length in enumerate(lengths):
         blocks = -(-length // 8)
-        assert blocks == 0 or blocks - 1 in chosen[row]
-        # With the newest block above all others, a plain choice.
-        forced = block_max[row].nan_to_num(posinf=1e30, neginf=-1e30)
-        forced[blocks - 1 : blocks] = torch.inf
-        check_choice(chosen[row], forced, torch.arange(width // 8, device=device) < blocks, keep)
+        ranked = block_max[row]
+        if keep_newest:
+            assert blocks == 0 or blocks - 1 in chosen[row]
+            # With the newest block above all others, a plain choice.
+            ranked = ranked.nan_to_num(posinf=1e30, neginf=-1e30)
+            ranked[blocks - 1 : blocks] = torch.inf
+        check_choice(chosen[row], ranked, torch.arange(width // 8, device=device) < blocks, keep)
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -144,7 +127,10 @@ def test_compressed_slots(ratio, device):
 
 def test_refusals(device):
     visible = torch.zeros(1, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="block_max"):
-        kernels.select_topk(torch.zeros(1, 16448, device=device), visible, 512)
+    blocks = torch.zeros(1, 64, device=device)
+    with pytest.raises(ValueError, match="k = 4096"):
+        kernels.best_blocks(blocks, blocks[:, :8].contiguous(), visible, 4096, keep_newest=True)
     with pytest.raises(ValueError, match="float32"):
-        kernels.select_topk(torch.zeros(1, 64, device=device).half(), visible, 512)
+        kernels.best_blocks(blocks.half(), blocks[:, :8].contiguous(), visible, 16, keep_newest=True)
+    with pytest.raises(ValueError, match="tile_max must have shape"):
+        kernels.best_blocks(blocks, blocks, visible, 16, keep_newest=True)
