@@ -4,6 +4,7 @@ Data flows one way:  config -> layer_plan -> layout -> pool -> metadata -> index
 
     plugin      register(): checks the host, then the name, the override, the patches: all or nothing   [host]
     host        the table of host symbols relied on, the check, the refusal text                        [host]
+    envs        the environment variables that csa2 reads
     refusals    the table of settings that csa2 does not serve, each with its reason and remedy
     config      Csa2Config.from_hf, the only reader of the model's config
     layer_plan  role, ratio, kv_source, index_source of every layer
@@ -12,6 +13,7 @@ Data flows one way:  config -> layer_plan -> layout -> pool -> metadata -> index
     metadata    what one forward's rows need, built once per forward
     selection   what an index source publishes for the layers after it
     ops         the routes: which kernels serve which device
+    workspace   what a large prefill attends to, gathered once in bf16 and listed by index
     indexer     score -> candidate pool -> Top-K -> slots; indexer_cuda is the same on a GPU
     attention   one softmax over the SWA window, the chosen main KV and the sink
     backend     glue to the host's AttentionBackend; no arithmetic                                      [host]

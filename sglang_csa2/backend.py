@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.deepseek_v4_backend import (
 from sglang.srt.runtime_context import attention_backends, get_exec
 from torch import Tensor
 
-from sglang_csa2 import patches
+from sglang_csa2 import envs, patches
 from sglang_csa2.attention import attend
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.host import BACKEND_NAME
@@ -32,6 +32,7 @@ from sglang_csa2.layer_plan import LayerPlan
 from sglang_csa2.metadata import Csa2Metadata, PageTables, build_decode_metadata, build_metadata
 from sglang_csa2.ops import Norm, ops_for
 from sglang_csa2.pool import Csa2KVPool
+from sglang_csa2.workspace import Workspace
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -49,13 +50,14 @@ class TailMetadata:
     """The late layers' rows under decoder SWA bounded replay: ours, and the struct that the model reads."""
 
     metadata: Csa2Metadata
+    workspace: Workspace | None
     late_layer_tail: LateLayerTail
 
 
 class Csa2AttnBackend(AttentionBackend):
     """CSA2 for the target model.
 
-    forward_metadata: written by `init_forward_metadata`, swapped by `enter_/exit_late_layer_tail`.
+    forward_metadata, workspace: written by `init_forward_metadata`, swapped by `enter_/exit_late_layer_tail`.
     tail_forward_metadata: written by `init_forward_metadata`; None unless bounded replay runs this forward.
     """
 
@@ -72,9 +74,12 @@ class Csa2AttnBackend(AttentionBackend):
         self.device_type = torch.device(model_runner.device).type
         self.ops = ops_for(self.device_type)
         self.indexer = indexer_for(self.plan, self.device_type)
+        self.prefill_kv_reuse = envs.prefill_kv_reuse()
         logger.info("csa2 serves %d layers through its %s route", len(self.plan.layers), self.ops.name)
+        logger.info("csa2 prefill attention: %s", self.ops.prefill_route)
         self.replays_tail = bool(get_exec().features.enable_decoder_swa_bounded_replay)
         self.forward_metadata: Csa2Metadata | None = None
+        self.workspace: Workspace | None = None
         self.tail_forward_metadata: TailMetadata | None = None
         self._source_already_written: int | None = None
 
@@ -82,7 +87,7 @@ class Csa2AttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         mode = forward_batch.forward_mode
-        self.tail_forward_metadata = None
+        self.tail_forward_metadata = self.workspace = None
         self._source_already_written = None
         if mode.is_idle():
             self.forward_metadata = None
@@ -94,6 +99,7 @@ class Csa2AttnBackend(AttentionBackend):
             return
         counts = [1] * forward_batch.batch_size if mode.is_decode() else list(forward_batch.extend_seq_lens_cpu)
         self.forward_metadata = self._build(forward_batch, counts, forward_batch.out_cache_loc)
+        self.workspace = self._workspace(self.forward_metadata)
         if self.replays_tail and mode.is_extend_without_speculative():
             self.tail_forward_metadata = self._build_tail(forward_batch)
 
@@ -108,7 +114,7 @@ class Csa2AttnBackend(AttentionBackend):
         del in_capture
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise BackendError(f"csa2 captures decode batches only, not {forward_batch.forward_mode.name}")
-        self.tail_forward_metadata = None
+        self.tail_forward_metadata = self.workspace = None
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         # The captured bound is the widest context; what is done follows the live lengths on the device.
@@ -159,7 +165,12 @@ class Csa2AttnBackend(AttentionBackend):
             swa_out_cache_loc=metadata.swa_out_slots,
             contiguous_start=lens[0] - counts[0] if len(lens) == 1 else None,
         )
-        return TailMetadata(metadata, tail)
+        return TailMetadata(metadata, self._workspace(metadata), tail)
+
+    def _workspace(self, metadata: Csa2Metadata) -> Workspace | None:
+        if not Workspace.serves(self.ops, metadata):
+            return None
+        return Workspace(self.ops, metadata, self.plan.config.index_topk, reuse=self.prefill_kv_reuse)
 
     # Decoder SWA bounded replay -------------------------------------------------
 
@@ -173,17 +184,20 @@ class Csa2AttnBackend(AttentionBackend):
         )
         self._source_already_written = layer.layer_id
 
-    def enter_late_layer_tail(self, forward_batch: ForwardBatch) -> tuple[Csa2Metadata | None]:
+    def enter_late_layer_tail(self, forward_batch: ForwardBatch) -> tuple[Csa2Metadata | None, Workspace | None]:
         del forward_batch
         if self.tail_forward_metadata is None:
             raise BackendError("the model entered the late-layer tail of a forward that has none")
-        saved = (self.forward_metadata,)
+        saved = self.forward_metadata, self.workspace
         self.forward_metadata = self.tail_forward_metadata.metadata
+        self.workspace = self.tail_forward_metadata.workspace
         return saved
 
-    def exit_late_layer_tail(self, saved: tuple[Csa2Metadata | None], forward_batch: ForwardBatch) -> None:
+    def exit_late_layer_tail(
+        self, saved: tuple[Csa2Metadata | None, Workspace | None], forward_batch: ForwardBatch
+    ) -> None:
         del forward_batch
-        (self.forward_metadata,) = saved
+        self.forward_metadata, self.workspace = saved
         self._source_already_written = None
 
     # Layers -----------------------------------------------------------------
@@ -254,7 +268,9 @@ class Csa2AttnBackend(AttentionBackend):
             raise BackendError(f"layer {layer.layer_id} runs with ratio {compress_ratio}, planned with {spec.ratio}")
         main_cache = pool.main_cache(layer.layer_id) if spec.ratio else None
         swa_cache = pool.swa_cache(layer.layer_id)
-        return attend(self.ops, spec, q, swa_cache, main_cache, attn_sink, layer.scaling, self._metadata())
+        return attend(
+            self.ops, spec, q, swa_cache, main_cache, attn_sink, layer.scaling, self._metadata(), self.workspace
+        )
 
     def _metadata(self) -> Csa2Metadata:
         if self.forward_metadata is None:

@@ -115,12 +115,17 @@ class Csa2Metadata:
     swa_slots: int64 [rows, window] the SWA slots each row attends to, ascending in position, -1 padded.
     groups: the rectangles; None for a decode in fixed shapes. ratios: per compress ratio of the model.
     longest: positions of the batch's longest request, or a bound on it (a host number).
+    request_slots: int64 [batch]. layout: where rows lie, from the host's numbers; None for a decode in fixed shapes.
+    window_first: int64 [rows] position of each row's first window slot.
     """
 
     requests: Tensor
     positions: Tensor
     swa_out_slots: Tensor
     swa_slots: Tensor
+    window_first: Tensor
+    request_slots: Tensor
+    layout: RowLayout | None
     groups: list[RowGroup] | None
     ratios: dict[int, RatioRows | DecodeRatioRows]
     longest: int
@@ -163,14 +168,18 @@ def build_metadata(
     _check(request_slots, row_counts, seq_lens, out_slots)
     layout = RowLayout.of(row_counts, seq_lens)
     device = out_slots.device
-    positions = _to(device, layout.positions)
+    positions = to_device(device, layout.positions)
     request_slots, out_slots = request_slots.long(), out_slots.long()
-    requests = request_slots[_to(device, layout.row_request)]
+    requests = request_slots[to_device(device, layout.row_request)]
+    first = window_first(positions, window, window_floor)
     return Csa2Metadata(
         requests=requests,
         positions=positions,
         swa_out_slots=tables.full_to_swa[out_slots].long(),
-        swa_slots=window_slots(tables, requests, positions, window, window_floor),
+        swa_slots=window_slots(tables, requests, positions, window, first),
+        window_first=first,
+        request_slots=request_slots,
+        layout=layout,
         groups=_groups(layout, row_counts, seq_lens, request_slots),
         ratios={ratio: _ratio_rows(ratio, layout, requests, positions, out_slots, pending_ring) for ratio in ratios},
         longest=max(seq_lens, default=0),
@@ -203,11 +212,15 @@ def build_decode_metadata(
     requests = request_slots.long().masked_fill(~live, 0)
     positions = (seq_lens.long() - 1).masked_fill(~live, -1)
     slots = out_slots.long()
+    first = window_first(positions, window)
     return Csa2Metadata(
         requests=requests,
         positions=positions,
         swa_out_slots=tables.full_to_swa[slots].long().masked_fill(~live, -1),
-        swa_slots=window_slots(tables, requests, positions, window),
+        swa_slots=window_slots(tables, requests, positions, window, first),
+        window_first=first,
+        request_slots=requests,
+        layout=None,
         groups=None,
         ratios={
             ratio: DecodeRatioRows(
@@ -230,10 +243,13 @@ def build_decode_metadata(
 class RowLayout:
     """Where rows lie, from the host's numbers alone: CPU tensors, so that no question is asked of the device.
 
-    starts: int64 [batch] first row of each request. row_request: int64 [rows] index into the batch.
+    counts, seq_lens: int64 [batch] rows and positions of each request; starts: int64 [batch] its first row.
+    row_request: int64 [rows] index into the batch.
     positions: int64 [rows]. is_first, is_last: bool [rows] within the request's rows.
     """
 
+    counts: Tensor
+    seq_lens: Tensor
     starts: Tensor
     row_request: Tensor
     positions: Tensor
@@ -243,20 +259,27 @@ class RowLayout:
     @classmethod
     def of(cls, row_counts: Sequence[int], seq_lens: Sequence[int]) -> RowLayout:
         counts = torch.tensor(row_counts, dtype=torch.int64)
+        lengths = torch.tensor(seq_lens, dtype=torch.int64)
         starts = counts.cumsum(0) - counts
         row_request = torch.repeat_interleave(torch.arange(len(row_counts)), counts)
         offset = torch.arange(row_request.shape[0]) - starts[row_request]
-        first_positions = torch.tensor(seq_lens, dtype=torch.int64) - counts
         return cls(
+            counts=counts,
+            seq_lens=lengths,
             starts=starts,
             row_request=row_request,
-            positions=first_positions[row_request] + offset,
+            positions=(lengths - counts)[row_request] + offset,
             is_first=offset == 0,
             is_last=offset == counts[row_request] - 1,
         )
 
+    @property
+    def first_positions(self) -> Tensor:
+        """int64 [batch] position of each request's first row."""
+        return self.seq_lens - self.counts
 
-def _to(device: torch.device, tensor: Tensor) -> Tensor:
+
+def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     """A copy that does not wait: through pinned memory where there is a device to wait for."""
     if device.type == "cpu":
         return tensor
@@ -276,16 +299,17 @@ def _check(request_slots: Tensor, row_counts: Sequence[int], seq_lens: Sequence[
             raise ValueError(f"a request of length {length} cannot have {rows} rows")
 
 
-def window_slots(
-    tables: PageTables, requests: Tensor, positions: Tensor, window: int, floor: Tensor | None = None
-) -> Tensor:
+def window_first(positions: Tensor, window: int, floor: Tensor | None = None) -> Tensor:
+    """int64 [rows] first position that each row's window may reach; floor: int64 [rows] or None."""
+    first = (positions - window + 1).clamp(min=0)
+    return first if floor is None else torch.maximum(first, floor.long())
+
+
+def window_slots(tables: PageTables, requests: Tensor, positions: Tensor, window: int, first: Tensor) -> Tensor:
     """SWA slots of each row's window: int64 [rows, window], ascending in position, -1 padded.
 
-    requests, positions: int64 [rows]; a negative position has no window. floor: int64 [rows] or None.
+    requests, positions, first (`window_first`'s): int64 [rows]; a negative position has no window.
     """
-    first = (positions - window + 1).clamp(min=0)
-    if floor is not None:
-        first = torch.maximum(first, floor.long())
     listed = first[:, None] + torch.arange(window, device=positions.device)
     absent = listed > positions[:, None]
     full = tables.full_slots(requests[:, None], listed.masked_fill(absent, 0))
@@ -306,9 +330,9 @@ def _groups(
         chosen = torch.tensor(batch)
         groups.append(
             RowGroup(
-                rows=_to(device, layout.starts[chosen][:, None] + torch.arange(rows)),
-                requests=request_slots[_to(device, chosen)],
-                lengths=_to(device, lengths[chosen]),
+                rows=to_device(device, layout.starts[chosen][:, None] + torch.arange(rows)),
+                requests=request_slots[to_device(device, chosen)],
+                lengths=to_device(device, lengths[chosen]),
                 longest=max(seq_lens[request] for request in batch),
                 starts=tuple(layout.starts[chosen].tolist()),
             )
@@ -325,7 +349,7 @@ def _ratio_rows(
     # Only a ratio-2 row can be left waiting, and only the last of its request.
     waiting = (~closes & layout.is_last).nonzero().flatten()
     device = positions.device
-    entry_rows, partner_rows, pending_rows = (_to(device, rows) for rows in (entries, partners, waiting))
+    entry_rows, partner_rows, pending_rows = (to_device(device, rows) for rows in (entries, partners, waiting))
     first_token = positions[entry_rows] - (ratio - 1)
     ring = requests * pending_ring
     return RatioRows(

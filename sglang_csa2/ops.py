@@ -5,18 +5,24 @@
 | `torch`  | CPU     | kernels/*.py, the torch forms             | the model is on a CPU  |
 | `triton` | CUDA    | kernels/triton_*.py                       | the model is on a GPU  |
 
-There is no fall-back between them: a device without a row here is an error.
+Within the triton route a prefill of many rows goes through a bf16 workspace (workspace.py) and the library FlashMLA's
+kernel, where the library is installed and has one for the card; otherwise packed records are read directly, as in a
+decode. `prefill_route` says which, and why; the backend logs it.
+
+There is no fall-back between routes: a device without a row here is an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sglang_csa2.kernels import pool_pairs, store
+from sglang_csa2.kernels import flash_mla_prefill, pool_pairs, store
 from sglang_csa2.kernels.norm_rope import rms_norm
+from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
 from sglang_csa2.kernels.sparse_attention import sparse_attention
 from sglang_csa2.metadata import DecodeRatioRows, RatioRows
 
@@ -40,18 +46,30 @@ class Norm(NamedTuple):
 
 
 class Ops(Protocol):
-    """What a route provides; each method's contract is its kernel's."""
+    """What a route provides; each method's contract is its kernel's.
+
+    sparse_prefill: attention over a workspace (`flash_mla_prefill`), or None where prefill reads packed records.
+    index_multiple: what the columns of its index tables are rounded up to.
+    """
 
     name: str
+    prefill_route: str
+    sparse_prefill: Callable[..., Tensor] | None
+    index_multiple: int
 
     def swa_store(self, kv, norm: Norm, table, positions, slots, cache) -> None: ...
     def main_kv_store(self, kv, score, rows, pending, norm: Norm, table, cache) -> Entries: ...
     def index_k_store(self, key, norm: Norm, table, entries: Entries, cache) -> None: ...
     def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale) -> Tensor: ...
+    def gather_swa_kv(self, cache, slots, out) -> None: ...
+    def gather_main_kv(self, cache, slots, out) -> None: ...
 
 
 class TorchOps:
     name = "torch"
+    prefill_route = "torch over packed records"
+    sparse_prefill: Callable[..., Tensor] | None = None
+    index_multiple = 1
 
     def swa_store(self, kv, norm, table, positions, slots, cache) -> None:
         store.swa_store(kv, norm.weight, norm.eps, table, positions, slots, cache)
@@ -74,15 +92,30 @@ class TorchOps:
     def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale) -> Tensor:
         return sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
 
+    def gather_swa_kv(self, cache, slots, out) -> None:
+        out.copy_(decode_swa_kv(cache[slots.clamp(min=0)]).masked_fill(slots[:, None] < 0, 0))
+
+    def gather_main_kv(self, cache, slots, out) -> None:
+        out.copy_(decode_main_kv(cache[slots.clamp(min=0)]).masked_fill(slots[:, None] < 0, 0))
+
 
 class TritonOps:
     name = "triton"
+    index_multiple = flash_mla_prefill.INDEX_MULTIPLE
 
     def __init__(self):
         # Here and not at the top: a machine without a GPU need not have Triton.
-        from sglang_csa2.kernels import triton_pool_pairs, triton_sparse_attention, triton_store
+        from sglang_csa2.kernels import triton_gather, triton_pool_pairs, triton_sparse_attention, triton_store
 
         self._pairs, self._attention, self._store = triton_pool_pairs, triton_sparse_attention, triton_store
+        self.gather_swa_kv, self.gather_main_kv = triton_gather.gather_swa_kv, triton_gather.gather_main_kv
+        missing = flash_mla_prefill.missing(_capability())
+        self.sparse_prefill = None if missing else flash_mla_prefill.sparse_prefill
+        self.prefill_route = (
+            f"triton over packed records ({missing})"
+            if missing
+            else f"flash_mla_sparse_fwd of sgl-flash-mla {flash_mla_prefill.version()} over a gathered bf16 workspace"
+        )
 
     def swa_store(self, kv, norm, table, positions, slots, cache) -> None:
         self._store.swa_store(kv, norm.weight, norm.eps, table, positions, slots, cache)
@@ -122,6 +155,14 @@ class TritonOps:
 
     def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale) -> Tensor:
         return self._attention.sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
+
+
+def _capability() -> int:
+    """Compute capability of this process's card as an integer, 90 for 9.0; 0 in Triton's interpreter."""
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 _ROUTES: dict[str, type[Ops]] = {"cpu": TorchOps, "cuda": TritonOps}

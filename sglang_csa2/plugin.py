@@ -62,11 +62,12 @@ def csa2_overrides(server_args: Any, hf_config: Any) -> dict[str, Any]:
 
     host.check_symbols()
     # The device may be left to the host, which has chosen one by now; the other settings are read as given.
-    refusals.check(server_args, hf_config, resolving_view(server_args).device)
+    device = resolving_view(server_args).device
+    refusals.check(server_args, hf_config, device)
     Csa2Config.from_hf(hf_config)
     overrides = {"attention_backend": host.BACKEND_NAME, "dsv4_attn_backend": "flashmla"}
-    if server_args.enable_decoder_swa_bounded_replay is None:
-        # An approximation by design, which the host would turn on for GPUs: exact unless asked.
+    if device == "cpu" and server_args.enable_decoder_swa_bounded_replay is None:
+        # An approximation by design, the host's default on GPUs: on the CPU exact unless asked.
         overrides["enable_decoder_swa_bounded_replay"] = False
     return overrides
 

@@ -293,9 +293,9 @@ REFUSALS = (
         "Serve a bf16 checkpoint on the CPU",
     ),
     Refusal(
-        "tensor parallelism",
-        _above_one("tp_size"),
-        "several ranks have not been tested",
+        "tensor parallelism on the CPU",
+        _on_cpu(_above_one("tp_size")),
+        "several ranks have not been tested there",
         "Use --tp-size 1",
     ),
     Refusal(

@@ -15,7 +15,7 @@ CORE = sorted((REPOSITORY / "sglang_csa2").glob("*.py"))
 KERNELS = sorted((REPOSITORY / "kernels").glob("*.py"))
 HOST_MODULES = {"plugin", "pool", "backend"}
 # Data flows one way: a module imports only those before it.
-ORDER = ["config", "layer_plan", "layout", "selection", "metadata", "ops", "indexer", "attention"]
+ORDER = ["config", "layer_plan", "layout", "selection", "metadata", "ops", "workspace", "indexer", "attention"]
 
 
 def imports(path: Path) -> set[str]:
