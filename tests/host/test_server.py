@@ -129,7 +129,7 @@ def test_cancelled_streams_return_what_they_held(server, client):
 
 def test_abort_by_request_id(server):
     with ThreadPoolExecutor(1) as executor:
-        running = executor.submit(server.generate, [7] * 301, 500, rid="to-abort")
+        running = executor.submit(server.generate, [7] * 301, 3000, rid="to-abort")
         time.sleep(2)
         assert server.post("/abort_request", {"rid": "to-abort"}).status_code == 200
         assert running.result(timeout=60)["meta_info"]["finish_reason"]["type"] == "abort"

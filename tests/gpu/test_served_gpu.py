@@ -1,0 +1,90 @@
+"""The 64-head tiny model served on a GPU against the golden values, beside the host's own `dsv4` in the same run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="the host stack is not installed: only the kernel tests run here")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+from served import CASE_BOUND_64H, MEAN_BOUND_64H, golden_differences, serve
+
+pytestmark = pytest.mark.server
+NAME = "tiny-dsv41-64h"
+SERVERS = {
+    "csa2": ("csa2", "--skip-tokenizer-init"),
+    "csa2, no graphs, chunks of 256": (
+        "csa2", "--skip-tokenizer-init", "--cuda-graph-backend-decode", "disabled", "--chunked-prefill-size", "256",
+    ),
+    "csa2, replay": ("csa2", "--skip-tokenizer-init", "--enable-decoder-swa-bounded-replay"),
+    "dsv4": ("dsv4", "--skip-tokenizer-init"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model_64h):
+    """All of them side by side, because most of the time is their start."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(SERVERS)) as executor:
+
+        def start(backend, *arguments):
+            return stack.enter_context(serve(*arguments, model=tiny_model_64h, device="cuda", backend=backend))
+
+        started = {name: executor.submit(start, *arguments) for name, arguments in SERVERS.items()}
+        yield {name: future.result() for name, future in started.items()}
+
+
+@pytest.fixture(scope="module")
+def differences(servers):
+    measured = {name: golden_differences(server, NAME)[0] for name, server in servers.items() if "replay" not in name}
+    for name, cases in measured.items():
+        print(f"\n{name}: mean {statistics.fmean(cases):.4f}, worst {max(cases):.4f}")
+    return measured
+
+
+@pytest.mark.parametrize("name", [name for name in SERVERS if name.startswith("csa2") and "replay" not in name])
+def test_golden_values(differences, name):
+    assert max(differences[name]) <= CASE_BOUND_64H
+    assert statistics.fmean(differences[name]) <= MEAN_BOUND_64H
+
+
+def test_not_farther_from_the_model_than_the_hosts_backend(differences):
+    assert statistics.fmean(differences["csa2"]) <= 1.1 * statistics.fmean(differences["dsv4"])
+
+
+def test_graphs_were_on_and_off(servers):
+    assert "cuda graph: True" in servers["csa2"].log
+    assert "cuda graph: True" not in servers["csa2, no graphs, chunks of 256"].log
+
+
+def test_routes_are_logged(servers):
+    assert "flash_mla_sparse_fwd" in servers["csa2"].log or "packed records" in servers["csa2"].log
+
+
+def test_replay_answers_short_prompts_exactly(servers):
+    """Up to 128 tokens nothing is approximated; beyond, the answer moves, or replay did not run."""
+    from served import golden_cases, log_probabilities
+
+    moved = []
+    for case in golden_cases(NAME):
+        answer = log_probabilities(servers["csa2, replay"], case["input_ids"], case["top20_ids"])
+        pairs = zip(answer["logprobs"], case["top20_logprobs"], strict=True)
+        difference = statistics.fmean(abs(mine - golden) for mine, golden in pairs)
+        if len(case["input_ids"]) <= 128:
+            assert difference <= CASE_BOUND_64H
+        else:
+            moved.append(difference)
+    assert 0.01 < max(moved) < 0.6
+
+
+def test_bytes_per_token_are_little_over_half_of_the_hosts(servers):
+    ours, theirs = (
+        float(re.search(r"bytes_per_full_token=([\d.]+)", servers[name].log).group(1)) for name in ("csa2", "dsv4")
+    )
+    assert ours == 534.0 and theirs / ours > 1.75
