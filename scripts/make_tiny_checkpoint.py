@@ -1,10 +1,10 @@
 """Write a tiny DeepSeek-V4.1 checkpoint: random weights by a fixed recipe, and a tokenizer.
 
-    python scripts/make_tiny_checkpoint.py configs/tiny-dsv41 [--seed 11]
+    python scripts/make_tiny_checkpoint.py configs/tiny-dsv41 [--seed N]
 
 The folder holds `config.json` and `tensors.json` (name -> shape, dtype); `model.safetensors` and the tokenizer
-files are written beside them. The weights follow the recipe of the golden values, so their expected outputs apply:
-the same bytes on every machine.
+files are written beside them. The weights follow the recipe of the golden values, seed included, so their expected
+outputs apply: the same bytes on every machine.
 
 The tokenizer is byte-level BPE below 1,024 ids: the special tokens of DeepSeek's chat encoder, the 256 bytes, and
 merges of letter pairs. Every id decodes to text, so a random network's output can be printed.
@@ -24,7 +24,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-GOLDEN_SEED = 11
+# The seeds of the golden values (tests/golden/data/*/golden.json), by the folder's name.
+GOLDEN_SEEDS = {"tiny-dsv41": 11, "tiny-dsv41-64h": 17}
 VOCAB_SIZE = 1024
 # The first three are the config's bos, eos and pad ids. The rest is what DeepSeek's chat encoder looks up.
 SPECIAL_TOKENS = (
@@ -68,8 +69,10 @@ def make_tensor(name: str, shape: list[int], dtype: str, seed: int) -> torch.Ten
     return draw.to(getattr(torch, dtype))
 
 
-def write_weights(folder: Path, seed: int = GOLDEN_SEED) -> Path:
-    """Write `model.safetensors` from the folder's `tensors.json`."""
+def write_weights(folder: Path, seed: int | None = None) -> Path:
+    """Write `model.safetensors` from the folder's `tensors.json`; the seed is by default that of the golden values."""
+    if seed is None:
+        seed = GOLDEN_SEEDS.get(folder.resolve().name, 11)
     tensors = json.loads((folder / "tensors.json").read_text())
     path = folder / "model.safetensors"
     weights = {name: make_tensor(name, shape, dtype, seed) for name, (shape, dtype) in tensors.items()}
@@ -110,7 +113,7 @@ def write_tokenizer(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="holds config.json and tensors.json")
-    parser.add_argument("--seed", type=int, default=GOLDEN_SEED)
+    parser.add_argument("--seed", type=int, default=None, help="by default that of the golden values")
     arguments = parser.parse_args()
     path = write_weights(arguments.folder, arguments.seed)
     write_tokenizer(arguments.folder)

@@ -312,7 +312,8 @@ def window_slots(tables: PageTables, requests: Tensor, positions: Tensor, window
     """
     listed = first[:, None] + torch.arange(window, device=positions.device)
     absent = listed > positions[:, None]
-    full = tables.full_slots(requests[:, None], listed.masked_fill(absent, 0))
+    # A padding row's table entry may be stale, outside the mapping.
+    full = tables.full_slots(requests[:, None], listed.masked_fill(absent, 0)).masked_fill(absent, 0)
     return tables.full_to_swa[full].long().masked_fill(absent, -1)
 
 
