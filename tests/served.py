@@ -143,7 +143,7 @@ def golden_differences(server: Server, name: str) -> tuple[list[float], list[int
     """
     differences, cached = [], []
     for case in golden_cases(name):
-        answer = log_probabilities(server, case["input_ids"], case["top20_ids"])
+        answer = log_probabilities(server, case["input_ids"], case["top20_ids"], len(case["greedy_ids"]))
         pairs = zip(answer["logprobs"], case["top20_logprobs"], strict=True)
         differences.append(statistics.fmean(abs(mine - golden) for mine, golden in pairs))
         cached.append(answer["cached"])
