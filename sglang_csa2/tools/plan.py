@@ -167,7 +167,9 @@ def _notes(arguments: argparse.Namespace, serving: Serving, memory: Memory, plan
     elif Budget(plan, CSA2, serving).tokens(memory.kv) == 0:
         notes.append("The window slots leave no room for context: fewer --concurrency or --swa-prefix-tails.")
     if memory.weights_source.startswith("estimated"):
-        notes.append("Weights are an estimate from the config: --weights-gib, or --kv-gib from a server's log, is exact.")
+        notes.append(
+            "Weights are an estimate from the config: --weights-gib, or --kv-gib from a server's log, is exact."
+        )
     refused = {row.setting for row in refusals.REFUSALS}
     if arguments.tp > 1 and "tensor parallelism" in refused:
         notes.append("This version of csa2 refuses several ranks; the plan says what they would hold.")
@@ -215,7 +217,8 @@ def _table(report: dict[str, Any]) -> str:
     row("tokens that fit (max_total_num_tokens)", lambda layout: layout["max_total_num_tokens"], count)
     row("whole contexts that fit at a time", lambda layout: layout["requests_at_context"], count)
     lines += ["", "csa2 by role, all layers of a role together:", ""]
-    lines.append(f"{'role':10}{'ratio':>6}{'layers':>8}{'main KV':>14}{'index K':>14}{'window':>14}{'pending':>14}{'selection':>14}")
+    columns = ("main KV", "index K", "window", "pending", "selection")
+    lines.append(f"{'role':10}{'ratio':>6}{'layers':>8}" + "".join(f"{name:>14}" for name in columns))
     for cost in mine["roles"]:
         lines.append(
             f"{cost['role']:10}{cost['ratio'] or '-':>6}{len(cost['layers']):>8}{cost['main_kv_per_token']:>9,.1f} B/tk"
