@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from sglang_csa2.tools.recorded import Recording, share
+from sglang_csa2.tools.recorded import Recording
 
 MEAN_BOUND, SHARE_BOUND = 0.06, 0.8
 # A greedy token is compared only where the best candidate leads by more than noise.
@@ -136,14 +137,14 @@ def check_answers(
 
 
 def check_selections(recordings: list[Recording], chosen: list[dict[int, Tensor]], bound: float) -> list[Check]:
-    """Per index layer, the share of the server's entries that the plain model chose too.
+    """Per index layer, the share of entries that the server and the plain model both chose.
 
     Over the rows that see more than they may choose; prompts without such a row say nothing here.
     """
     checks = []
     for layer_id in sorted(chosen[0]):
         shares = [
-            share(mine, theirs)
+            agreement(mine, theirs)
             for recording, plain in zip(recordings, chosen, strict=True)
             for row, mine, theirs in _rows(recording, layer_id, plain[layer_id])
             if (row + 1) // recording.layers[layer_id].layer.ratio > mine.shape[0]
@@ -154,6 +155,12 @@ def check_selections(recordings: list[Recording], chosen: list[dict[int, Tensor]
         figures = f"{mean:.1%} of the entries the same (bound {bound:.0%}), worst row {min(shares):.1%}"
         checks.append(Check(f"selection of layer {layer_id}", mean >= bound, figures))
     return checks
+
+
+def agreement(mine: Tensor, theirs: Tensor) -> float:
+    """Entries in both choices [k] over those of the larger; -1 is no entry."""
+    mine, theirs = mine[mine >= 0], theirs[theirs >= 0]
+    return int(torch.isin(mine, theirs).sum()) / max(len(mine), len(theirs), 1)
 
 
 def _rows(recording: Recording, layer_id: int, plain: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
