@@ -170,14 +170,18 @@ def test_selections_are_judged(plan):
     assert not judged(torch.arange(64) + 20) and not judged(fewer)
 
 
-@pytest.mark.parametrize("change", [{"index_topk": 48}, {"candidate_topk_blocks": 1000}], ids=["top-48", "no pool"])
-def test_faults_fail_the_verdict(tiny_model, plan, change):
-    """A model that chooses 48 entries for 64, or in no pool, is told from the right one."""
+@pytest.mark.parametrize(
+    ("change", "length"),
+    [({"index_topk": 48}, 300), ({"candidate_topk_blocks": 1000}, 700)],
+    ids=["top-48", "no pool"],
+)
+def test_faults_fail_the_verdict(tiny_model, plan, change, length):
+    """A model that chooses 48 entries for 64, or in no pool, is told from the right one; the pool needs a context."""
     from sglang_csa2.reference_model import ReferenceModel
     from sglang_csa2.tools.verify import _expectations
 
     model = ReferenceModel(tiny_model)
-    (ids,) = checks.prompts(1024, [500])
+    (ids,) = checks.prompts(1024, [length])
     (wanted,), right = _expectations(model, [ids])
     model.plan = type(plan).from_config(dataclasses.replace(plan.config, **change))
     (faulty,), (chosen,) = _expectations(model, [ids])
