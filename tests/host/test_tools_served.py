@@ -1,14 +1,12 @@
-"""The commands and the examples against one running server, and the examples that bring their own engine."""
+"""The commands and the openai example against one running server."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
-from served import REPOSITORY, TINY, environment, serve
+from served import TINY, example, serve
 
 from sglang_csa2 import envs
 from sglang_csa2.__main__ import main
@@ -28,13 +26,6 @@ def server(tiny_model, traces):
     arguments = ["--chunked-prefill-size", "512", "--served-model-name", "tiny", "--enable-cache-report"]
     with serve(*arguments, env={envs.TRACE: str(traces)}) as server:
         yield server
-
-
-def example(name: str, *arguments: str) -> str:
-    command = [sys.executable, str(REPOSITORY / "examples" / name), *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
 
 
 def test_plan_agrees_with_the_server(server, capsys):
@@ -93,15 +84,3 @@ def test_verify(server, tmp_path, capsys):
     assert "FAIL  against record.json, prompt of 300" in capsys.readouterr().out
     assert main(["verify", *model, "--lengths", "5", "--against", str(record)]) == 2
     assert "--lengths it was recorded with (3 300)" in capsys.readouterr().err
-
-
-def test_offline_engine(tiny_model):
-    out = example("offline_engine.py")
-    assert re.findall(r"^ +(\d+) tokens", out, re.MULTILINE) == ["3", "14", "901"]
-
-
-def test_needle(tiny_model, tmp_path):
-    picture = tmp_path / "needle.png"
-    out = example("needle.py", "--tokens", "600", "--out", str(picture))
-    assert "the needle at 233 to 240" in out and picture.exists()
-    assert re.findall(r"layer (\d+): \d of the needle's (\d)", out) == [("2", "5"), ("5", "8"), ("7", "8"), ("9", "8")]
