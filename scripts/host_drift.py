@@ -63,9 +63,9 @@ def asked_of_backend(folder: Path) -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())) if path.exists() else ():
             if isinstance(node, ast.Attribute) and _is_backend(node.value):
                 names.add(node.attr)
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
-                if _is_backend(node.args[0]) and isinstance(node.args[1], ast.Constant):
-                    names.add(node.args[1].value)
+            # getattr(backend, "name", default)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and _is_backend(node.args[0]):
+                names.add(getattr(node.args[1], "value", "?"))
     return names
 
 
