@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 
 _COMMANDS = {
@@ -25,7 +26,13 @@ def main(argv: list[str] | None = None) -> int:
             command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; what is left must not be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, RuntimeError, OSError) as error:
         # These name the value, the rule and the remedy; a traceback would bury them.
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
