@@ -16,6 +16,9 @@ _COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    # Before torch is loaded, and for engines too: idle OpenMP threads spin, which makes a small machine several times
+    # slower. The scripts choose the same (scripts/environment.sh).
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(prog="python -m sglang_csa2", description="Tools of the csa2 backend.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in _COMMANDS.items():
