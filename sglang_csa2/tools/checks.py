@@ -4,7 +4,7 @@ A server and the plain model round in different places, and a network amplifies 
 difference of a prompt's log-probabilities is 0.02 to 0.04, while a wrong index_topk (48 for 64) or a missing
 candidate pool moves a prompt of 700 tokens by 0.09 to 0.12. The bounds lie between. Selections agree less with
 depth, because near scores change places: of the entries of the rows that have to choose, 87 % and more are the same,
-and 75 % at most under those faults.
+and 75 % at most in the layers that those faults touch.
 """
 
 from __future__ import annotations
