@@ -44,15 +44,17 @@ def read(folder: Path, plan: LayerPlan) -> Recording:
         TraceError: nothing was recorded.
     """
     files = sorted(folder.glob("forward-*.pt"), key=lambda path: path.stat().st_mtime_ns)
-    forwards = [torch.load(path) for path in files]
+    # Every rank writes; one process's files are enough, since ranks choose alike.
+    forwards = [torch.load(path) for path in files if path.name.split("-")[1] == files[-1].name.split("-")[1]]
     if not forwards:
         raise TraceError(
             f"{str(folder)!r} holds no forward-*.pt: start the server with SGLANG_CSA2_TRACE={folder} and send a prompt"
         )
-    request, end = int(forwards[-1]["requests"][-1]), None
+    request, end = int(forwards[-1]["requests"][forwards[-1]["rows"] >= 0][-1]), None
     parts: list[tuple[dict, Tensor]] = []
     for forward in reversed(forwards):
-        mine = (forward["requests"] == request).nonzero().flatten()
+        # A padding row of a fixed-shape decode has a position of -1.
+        mine = ((forward["requests"] == request) & (forward["rows"] >= 0)).nonzero().flatten()
         if not len(mine) or (end is not None and int(forward["rows"][mine[-1]]) != end - 1):
             break
         end = int(forward["rows"][mine[0]])

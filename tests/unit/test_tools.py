@@ -80,6 +80,14 @@ def test_reading_joins_the_last_request(plan, tmp_path):
     recording = read(tmp_path, plan)
     assert recording.rows.tolist() == [0, 1, 2, 3, 4] and recording.context == 5
     assert recording.layers[7].positions.shape == (5, 64)
+    # Another rank wrote the same, and a decode was padded.
+    other = tmp_path / "forward-2-000000.pt"
+    torch.save(forward([0, 1, 2, 3]), other)
+    os.utime(other, (2, 2))
+    save(tmp_path, forward([0, 1, 2]), forward([0, 1, 2, 3]))
+    torch.save(forward([4, -1]), tmp_path / "forward-1-000003.pt")
+    os.utime(tmp_path / "forward-1-000003.pt", (3, 3))
+    assert read(tmp_path, plan).rows.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_overlaps(plan):
