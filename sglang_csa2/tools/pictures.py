@@ -33,14 +33,14 @@ def draw(recording: Recording, plan: LayerPlan, path: Path) -> None:
     from matplotlib import pyplot
 
     layers = list(recording.layers.values())
-    consumers = [choices for choices in layers if choices.layer.pool_source in recording.layers]
+    consumers = [choices for choices in layers if _source(recording, choices) is not None]
     panels = len(layers) + bool(consumers)
     columns = min(panels, 3)
     lines = -(-panels // columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(5.2 * columns, 4.6 * lines), squeeze=False)
     places = list(axes.flat)
     for place, choices in zip(places, layers, strict=False):
-        _panel(place, recording, choices, recording.layers.get(choices.layer.pool_source or -1), plan)
+        _panel(place, recording, choices, _source(recording, choices), plan)
     if consumers:
         _agreement(places[len(layers)], recording, consumers, plan)
     for place in places[panels:]:
@@ -49,6 +49,12 @@ def draw(recording: Recording, plan: LayerPlan, path: Path) -> None:
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _source(recording: Recording, choices: Choices) -> Choices | None:
+    """The choices of the layer in whose pool these were made, if it was recorded."""
+    source = choices.layer.pool_source
+    return None if source is None else recording.layers.get(source)
 
 
 def _panel(axis: Any, recording: Recording, choices: Choices, source: Choices | None, plan: LayerPlan) -> None:
@@ -96,7 +102,8 @@ def _mark(line: Tensor, entries: Tensor, ratio: int, across: int, value: int) ->
 def _agreement(axis: Any, recording: Recording, consumers: list[Choices], plan: LayerPlan) -> None:
     """Per row: how much of its free choice a consumer kept inside the pool, and how much its source chose too."""
     for index, choices in enumerate(consumers):
-        source = recording.layers[choices.layer.pool_source or -1]
+        source = _source(recording, choices)
+        assert source is not None
         contested = ((recording.rows + 1) // choices.layer.ratio > plan.config.index_topk).nonzero().flatten()
         if not len(contested):
             continue
