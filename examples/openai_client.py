@@ -48,7 +48,12 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=1000, help="length of the long prompt")
     arguments = parser.parse_args()
     client = openai.OpenAI(base_url=arguments.url + "/v1", api_key="none")
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except openai.APIConnectionError:
+        raise SystemExit(
+            f"no server answers at {arguments.url}: start scripts/serve.sh and wait until it is ready"
+        ) from None
     chat(client, model)
     stream(client, model)
     long_context(client, model, arguments.words)
