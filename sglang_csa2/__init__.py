@@ -12,14 +12,16 @@ Data flows one way:  config -> layer_plan -> layout -> pool -> metadata -> index
     pool        the KV pool: buffers per source layer, stores and views                                 [host]
     metadata    what one forward's rows need, built once per forward
     selection   what an index source publishes for the layers after it
+    trace       writes down what index layers chose, when SGLANG_CSA2_TRACE asks; envs reads the environment
     ops         the routes: which kernels serve which device
     workspace   what a large prefill attends to, gathered once in bf16 and listed by index
     indexer     score -> candidate pool -> Top-K -> slots; indexer_cuda is the same on a GPU
     attention   one softmax over the SWA window, the chosen main KV and the sink
     backend     glue to the host's AttentionBackend; no arithmetic                                      [host]
-    reference   the definition in plain torch
+    reference   the definition in plain torch; reference_model is a whole model of it
+    tools       `python -m sglang_csa2 plan | show | verify`; nothing that serves imports them
 
-Only the modules marked [host], and `patches`, import sglang. `kernels` holds one op per file: tensors in,
+Only the modules marked [host], `tools.served` and `patches` import sglang. `kernels` holds one op per file: tensors in,
 tensors out. Importing this package imports nothing heavy.
 """
 

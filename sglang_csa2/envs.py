@@ -1,13 +1,21 @@
-"""The environment variables that csa2 reads, typed, in one place. The README's table of flags documents them."""
+"""The environment variables that csa2 reads, typed, in one place.
+
+| variable                            | value    | effect                                                        |
+|-------------------------------------|----------|---------------------------------------------------------------|
+| `SGLANG_OPT_DSV41_PREFILL_KV_REUSE` | a switch | on (default): layers share what a prefill gathered (workspace.py) |
+| `SGLANG_CSA2_TRACE`                 | a folder | eager forwards write their choices there (trace.py); slow     |
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 _TRUE, _FALSE = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")
 
 PREFILL_KV_REUSE = "SGLANG_OPT_DSV41_PREFILL_KV_REUSE"
+TRACE = "SGLANG_CSA2_TRACE"
 
 
 class EnvError(ValueError):
@@ -33,3 +41,9 @@ def flag(name: str, default: bool, env: Mapping[str, str] = os.environ) -> bool:
 def prefill_kv_reuse(env: Mapping[str, str] = os.environ) -> bool:
     """Whether layers of one kv_source share the gathered main KV, and those of one index_source the index table."""
     return flag(PREFILL_KV_REUSE, True, env)
+
+
+def trace_folder(env: Mapping[str, str] = os.environ) -> Path | None:
+    """Where to write traces; None, the default, for not at all."""
+    value = env.get(TRACE, "")
+    return Path(value) if value else None

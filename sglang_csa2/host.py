@@ -179,9 +179,13 @@ def check_version() -> None:
 
 def check_symbols(symbols: tuple[HostSymbol, ...] = HOST_SYMBOLS) -> None:
     """Raises HostMismatch, listing every symbol that is absent or has other parameters."""
-    differences = [difference for symbol in symbols if (difference := _difference(symbol))]
-    if differences:
-        raise HostMismatch(_refusal("the installed sglang differs: " + "; ".join(differences)))
+    if found := differences(symbols):
+        raise HostMismatch(_refusal("the installed sglang differs: " + "; ".join(found)))
+
+
+def differences(symbols: tuple[HostSymbol, ...] = HOST_SYMBOLS) -> list[str]:
+    """What the installed SGLang lacks or has otherwise, one text per symbol."""
+    return [difference for symbol in symbols if (difference := _difference(symbol))]
 
 
 def _refusal(what: str) -> str:

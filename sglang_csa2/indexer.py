@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sglang_csa2 import trace
 from sglang_csa2.kernels.index_scores import gather_index_k, index_scores
 from sglang_csa2.kernels.topk import block_entries, candidate_blocks, select_topk
 from sglang_csa2.layer_plan import LayerPlan, LayerSpec
@@ -33,6 +34,7 @@ class Indexer:
 
     def __init__(self, plan: LayerPlan):
         self.config = plan.config
+        self.trace = trace.recorder(plan)
 
     def choose(self, layer: LayerSpec, q: Tensor, weights: Tensor, cache: Tensor, meta: Csa2Metadata) -> None:
         """Publish a layer's Top-K, and its pool if it is the candidate source, on `meta.selection`.
@@ -54,6 +56,9 @@ class Indexer:
         meta.selection.publish_topk(layer.layer_id, TopK(positions, self._slots(positions, layer, meta)))
         if layer.is_candidate_source:
             meta.selection.publish_pool(layer.layer_id, published)
+        if self.trace is not None and self.trace.is_live:
+            unrestricted = None if consumed is None else self._choose(layer, q, weights, cache, meta, None)[0]
+            self.trace.record(layer, meta, positions, published, unrestricted)
 
     def _wants_pool(self, layer: LayerSpec, meta: Csa2Metadata) -> bool:
         """False too where every row's context fits the pool: the step is skipped, the result the same."""

@@ -164,3 +164,11 @@ def log_probabilities(server: Server, input_ids: list[int], token_ids: list[int]
         "logprobs": [by_token[token] for token in token_ids],
         "cached": answer["meta_info"]["cached_tokens"],
     }
+
+
+def example(name: str, *arguments: str) -> str:
+    """Run one of examples/ as a user does; what it printed."""
+    command = [sys.executable, str(REPOSITORY / "examples" / name), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout

@@ -41,7 +41,7 @@ ARGS = {
     "`--enable-torch-compile` on the CPU": ["--enable-torch-compile"],
     "`--enable-memory-saver` on the CPU": ["--enable-memory-saver"],
     "quantized weights on the CPU": ["--quantization", "fp8"],
-    "tensor parallelism": ["--tp-size", "2"],
+    "tensor parallelism on the CPU": ["--tp-size", "2"],
     "expert parallelism, placement and offloading on the CPU": ["--moe-a2a-backend", "deepep"],
     "`--is-embedding`": ["--is-embedding"],
     "LoRA": ["--enable-lora"],

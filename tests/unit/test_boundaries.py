@@ -12,10 +12,12 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 CORE = sorted((REPOSITORY / "sglang_csa2").glob("*.py"))
+TOOLS = sorted((REPOSITORY / "sglang_csa2" / "tools").glob("*.py"))
 KERNELS = sorted((REPOSITORY / "kernels").glob("*.py"))
 HOST_MODULES = {"plugin", "pool", "backend"}
+HOST_TOOLS = {"served"}
 # Data flows one way: a module imports only those before it.
-ORDER = ["config", "layer_plan", "layout", "selection", "metadata", "ops", "workspace", "indexer", "attention"]
+ORDER = ["config", "layer_plan", "layout", "selection", "metadata", "trace", "ops", "workspace", "indexer", "attention"]
 
 
 def imports(path: Path) -> set[str]:
@@ -38,6 +40,19 @@ def test_only_host_modules_import_the_host(path):
     assert marked or not imports_from(path, "sglang")
     if marked:
         assert path.read_text().startswith('"""[host]')
+
+
+@pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.stem)
+def test_only_marked_tools_import_the_host(path):
+    marked = path.stem in HOST_TOOLS
+    assert marked or not imports_from(path, "sglang")
+    assert path.read_text().startswith('"""[host]') == marked
+
+
+@pytest.mark.parametrize("path", CORE + KERNELS, ids=lambda path: path.stem)
+def test_what_serves_does_not_know_the_tools(path):
+    loader = path.stem == "__main__"
+    assert loader or not imports_from(path, "sglang_csa2.tools") | imports_from(path, "sglang_csa2.reference_model")
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
@@ -63,7 +78,8 @@ def test_the_wheel_holds_everything_and_installs(tmp_path):
     subprocess.run([*build, str(REPOSITORY)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    places = {"sglang_csa2": "sglang_csa2", "kernels": "sglang_csa2/kernels", "patches": "sglang_csa2/patches"}
+    places = {name: name for name in ("sglang_csa2", "sglang_csa2/tools")}
+    places |= {name: f"sglang_csa2/{name}" for name in ("kernels", "patches")}
     for folder, package in places.items():
         for path in (REPOSITORY / folder).glob("*.py"):
             assert f"{package}/{path.name}" in names
