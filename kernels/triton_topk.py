@@ -280,8 +280,9 @@ def best_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, k: int, *,
     chosen = torch.empty(rows, k, dtype=torch.int32, device=block_max.device)
     if rows:
         k_pad = triton.next_power_of_2(k)
-        tiles = max(128, triton.next_power_of_2(blocks // TILE_BLOCKS))
         children = max(128, k_pad * TILE_BLOCKS)
+        # Two sizes for all contexts, so that a longer one seldom means another kernel to compile.
+        tiles = children if blocks // TILE_BLOCKS <= children else MAX_KEYS
         _best_blocks_kernel[(rows,)](
             block_max,
             tile_max,

@@ -36,6 +36,9 @@ class Indexer:
         self.config = plan.config
         self.trace = trace.recorder(plan)
 
+    def warm_up(self, context: int, device: torch.device) -> None:
+        """Build what a request of up to `context` tokens may need; nothing on the torch route."""
+
     def choose(self, layer: LayerSpec, q: Tensor, weights: Tensor, cache: Tensor, meta: Csa2Metadata) -> None:
         """Publish a layer's Top-K, and its pool if it is the candidate source, on `meta.selection`.
 

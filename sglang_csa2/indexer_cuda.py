@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from sglang_csa2.indexer import Indexer
@@ -47,6 +48,23 @@ class CudaIndexer(Indexer):
                 f"candidate_block_size is {self.config.candidate_block_size}: the GPU kernels keep maxima of blocks "
                 f"of {scoring.BLOCK_ENTRIES}; serve this model on the CPU"
             )
+
+    def warm_up(self, context: int, device: torch.device) -> None:
+        """Build what only a context beyond the server's own warm-up would build, up to `context` tokens."""
+        topk, pool = self.config.index_topk, self.config.candidate_topk_blocks
+        visible = torch.zeros(1, dtype=torch.int64, device=device)
+        sizes = [(topk, False)] + [(pool, True)] * (self.config.candidate_source_layer_id is not None)
+
+        def empty(columns: int) -> Tensor:
+            return torch.empty(1, columns, dtype=torch.float32, device=device)
+
+        for number, keep_newest in sizes:
+            for entries in (scoring.TILE_ENTRIES, _round_up(context)):
+                maxima = empty(entries // scoring.BLOCK_ENTRIES), empty(entries // scoring.TILE_ENTRIES)
+                selecting.best_blocks(*maxima, visible, number, keep_newest=keep_newest)
+            blocks = torch.full((1, number), -1, dtype=torch.int32, device=device)
+            scores = empty(number * scoring.BLOCK_ENTRIES)
+            selecting.select_in_blocks(scores, empty(number), blocks, visible, topk)
 
     def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weights = weights.contiguous()

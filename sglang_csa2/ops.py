@@ -24,6 +24,7 @@ from sglang_csa2.kernels import flash_mla_prefill, pool_pairs, store
 from sglang_csa2.kernels.norm_rope import rms_norm
 from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
 from sglang_csa2.kernels.sparse_attention import sparse_attention
+from sglang_csa2.layout import MAIN_KV, SWA_KV
 from sglang_csa2.metadata import DecodeRatioRows, RatioRows
 
 
@@ -63,6 +64,7 @@ class Ops(Protocol):
     def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale) -> Tensor: ...
     def gather_swa_kv(self, cache, slots, out) -> None: ...
     def gather_main_kv(self, cache, slots, out) -> None: ...
+    def warm_up(self, device: torch.device) -> None: ...
 
 
 class TorchOps:
@@ -98,6 +100,9 @@ class TorchOps:
     def gather_main_kv(self, cache, slots, out) -> None:
         out.copy_(decode_main_kv(cache[slots.clamp(min=0)]).masked_fill(slots[:, None] < 0, 0))
 
+    def warm_up(self, device: torch.device) -> None:
+        """Nothing is built at run time."""
+
 
 class TritonOps:
     name = "triton"
@@ -116,6 +121,15 @@ class TritonOps:
             if missing
             else f"flash_mla_sparse_fwd of sgl-flash-mla {flash_mla_prefill.version()} over a gathered bf16 workspace"
         )
+
+    def warm_up(self, device: torch.device) -> None:
+        """Build the kernels that only a large prefill uses."""
+        if self.sparse_prefill is None:
+            return
+        absent = torch.full((1,), -1, dtype=torch.int64, device=device)
+        out = torch.empty(1, SWA_KV.dims, dtype=torch.bfloat16, device=device)
+        for gather, record in ((self.gather_swa_kv, SWA_KV), (self.gather_main_kv, MAIN_KV)):
+            gather(torch.empty(1, record.bytes, dtype=torch.uint8, device=device), absent, out)
 
     def swa_store(self, kv, norm, table, positions, slots, cache) -> None:
         self._store.swa_store(kv, norm.weight, norm.eps, table, positions, slots, cache)

@@ -24,6 +24,7 @@ from sglang_csa2.ops import TritonOps
 bench = Bench(pages=4)
 bench.backend.ops = bench.pool._ops = TritonOps()
 bench.backend.indexer = CudaIndexer(bench.plan)
+bench.backend.indexer.warm_up(1024, torch.device("cpu"))
 request = Request.draw(16, seed=1, slot=3)
 bench.forward([(request, 11)])
 bench.backend.device_type = "cuda"  # decode as on a GPU
