@@ -39,31 +39,28 @@ _TILE_KEYS = 64
 
 
 class Tile(NamedTuple):
-    """How a launch cuts its work: 8, 16, 32 or 64 heads per block, and 1 to 16 blocks (one cluster) to a row's keys."""
+    """How a launch cuts its work: 16 or 64 heads per block, and 1 to 16 blocks (one cluster) to a row's keys."""
 
     heads: int
     splits: int
 
 
-# From sweeps on one H200, 128 + 512 keys, us:
-#   heads 64: rows 1 (16, 10) 12.2, (64, 5) 20.5; rows 4 (16, 5) 13.8, (32, 8) 21.2; rows 16 (64, 5) 22.3, (64, 4) 26.8;
-#             rows 32 (32, 2) 27.9, (64, 3) 34.6; rows 64 (32, 1) 34.1, (64, 2) 38.6; rows 128 (64, 1) 42.1
-#   heads 16: rows 1 (16, 10) 12.5; rows 16 (16, 5) 14.0, (16, 8) 31.0; rows 64 (16, 2) 23.0, (16, 1) 26.2
+# From a sweep of an earlier form on one H200, 128 + 512 keys; this form has not been swept. With few rows four tiles
+# of 16 heads, which decode a row four times, beat one of 64, whose splits have much to combine (rows 1: 12.2 against
+# 20.5 us, rows 4: 13.8 against 22.9). A cluster needs its blocks' worth of free multiprocessors in one part of the
+# card, so larger ones must leave room: 64 heads, 32 rows: 4 splits 53 us, 3 splits 35; 16 heads, 16 rows: 8 splits
+# 31 us, 5 splits 14. `_SPLITS`: the share of the card that blocks may take, by splits.
+_SPLITS = {2: 1.0, 3: 0.75, 5: 0.625, 10: 0.34}
+
+
 def choose_tile(rows: int, heads: int, keys: int, multiprocessors: int) -> Tile:
     """The tile of a launch, from host numbers only, so that a captured graph keeps it."""
-    if heads <= 16:
-        tile_heads = 8 if heads <= 8 else 16
-    elif 20 * rows <= multiprocessors:
-        tile_heads = 16
-    elif heads <= 32 or multiprocessors // 5 < rows <= multiprocessors // 2:
-        tile_heads = 32
-    else:
-        tile_heads = 64
+    narrow = heads <= 16 or 20 * rows <= multiprocessors
+    tile_heads = 16 if narrow else 64
     blocks = rows * -(-heads // tile_heads)
     tiles = -(-keys // _TILE_KEYS)
-    # Clusters of 8 wait for each other's multiprocessors.
-    splits = max(n for n in (1, 2, 5) if n == 1 or (n <= tiles and blocks * n <= multiprocessors))
-    return Tile(tile_heads, 10 if blocks <= 4 and tiles >= 10 else splits)
+    fitting = [n for n, share in _SPLITS.items() if n <= tiles and blocks * n <= share * multiprocessors]
+    return Tile(tile_heads, max(fitting, default=1))
 
 
 def sparse_attention(
@@ -84,33 +81,54 @@ def sparse_attention(
     multiprocessors = _multiprocessors(q.device)
     tile = tile or choose_tile(rows, heads, window + topk, multiprocessors)
     with torch.cuda.device(q.device):
-        status = _library().csa2_sparse_attention(
-            q.data_ptr(),
-            q.stride(0),
-            q.stride(1),
-            swa_cache.data_ptr(),
-            swa_slots.data_ptr(),
-            swa_slots.stride(0),
-            swa_slots.dtype == torch.int64,
-            0 if main_cache is None else main_cache.data_ptr(),
-            0 if main_slots is None else main_slots.data_ptr(),
-            0 if main_slots is None else main_slots.stride(0),
-            main_slots is not None and main_slots.dtype == torch.int64,
-            attn_sink.data_ptr(),
-            out.data_ptr(),
-            rows,
-            heads,
-            window,
-            topk,
-            scale,
-            tile.heads,
-            tile.splits,
-            multiprocessors,
-            torch.cuda.current_stream().cuda_stream,
-        )
+        stream = torch.cuda.current_stream().cuda_stream
+        tensors = (q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
+        status = call(_library(), *tensors, out, scale, tile, multiprocessors, stream)
     if status:
         raise RuntimeError(f"sparse_attention did not launch with {tile} for {rows} rows: CUDA error {status}")
     return out
+
+
+def call(
+    library: ctypes.CDLL,
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_slots: Tensor,
+    main_cache: Tensor | None,
+    main_slots: Tensor | None,
+    attn_sink: Tensor,
+    out: Tensor,
+    scale: float,
+    tile: Tile,
+    multiprocessors: int,
+    stream: int,
+) -> int:
+    """The C interface on checked tensors: 0, or a CUDA error."""
+    rows, heads, _ = q.shape
+    return library.csa2_sparse_attention(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        *_cache_arguments(swa_cache, swa_slots),
+        *_cache_arguments(main_cache, main_slots),
+        attn_sink.data_ptr(),
+        out.data_ptr(),
+        rows,
+        heads,
+        swa_slots.shape[1],
+        0 if main_slots is None else main_slots.shape[1],
+        scale,
+        tile.heads,
+        tile.splits,
+        multiprocessors,
+        stream,
+    )
+
+
+def _cache_arguments(cache: Tensor | None, slots: Tensor | None) -> tuple[int, int, int, bool]:
+    if cache is None or slots is None:
+        return 0, 0, 0, False
+    return cache.data_ptr(), slots.data_ptr(), slots.stride(0), slots.dtype == torch.int64
 
 
 def build(folder: Path | None = None) -> Path:
@@ -146,7 +164,11 @@ def find_nvcc() -> str:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build()))
+    return load(build())
+
+
+def load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     q, cache = (pointer, long, long), (pointer, pointer, long, number)
     sizes, tile = (number, number, number, number, ctypes.c_float), (number, number, number)

@@ -233,11 +233,11 @@ def bench_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[d
 def sweep_tiles(rows: int, heads: int) -> list[Tile]:
     """Every tile worth a try: more than one tile of heads, which decodes a row as often, only where rows are few."""
     tiles = []
-    for size in (8, 16, 32, 64):
+    for size in (16, 64):
         head_tiles = -(-heads // size)
         for splits in (1, 2, 3, 4, 5, 6, 8, 10):
             blocks = rows * head_tiles * splits
-            if size < 2 * heads and (splits == 1 or blocks <= 200) and (head_tiles == 1 or blocks <= 200):
+            if size < 4 * heads and (splits == 1 or blocks <= 200) and (head_tiles == 1 or blocks <= 200):
                 tiles.append(Tile(size, splits))
     return tiles
 

@@ -7,7 +7,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-_CPU_ONLY = ("test_compile.py", "test_cuda_compile.py", "test_interpret.py")
+_CPU_ONLY = ("test_compile.py", "test_cuda_compile.py", "test_cuda_emulation.py", "test_interpret.py")
 
 
 def pytest_collection_modifyitems(items):
