@@ -144,11 +144,11 @@ class Logits:
         self.weights = (torch.randn(rows, 32, device=DEVICE) * 0.02).bfloat16()
         self.requests = torch.arange(rows, device=DEVICE)
         self.visible = torch.full((rows,), entries, device=DEVICE)
-        self.bytes = rows * entries * (INDEX_K.bytes + 4)
+        self.bytes = rows * entries * INDEX_K.bytes
         self.flops = rows * entries * 32 * 128 * 2
 
     def call(self, q):
-        return scores.index_scores(
+        return scores.block_maxima(
             q, self.weights, self.cache, self.req_to_token, self.requests, self.visible, 1, self.entries
         )
 
@@ -172,7 +172,7 @@ def bench_logits(rate: float) -> None:
         time = median_us(case.calls())
         line = f"  {rows:4} x {entries:8} {time:8.1f} / {case.bytes / rate:6.1f}  {case.flops / time / 1e6:6.1f}"
         if entries > 16384:
-            blocks = topk.candidate_blocks(*case.call(case.q[0])[1:], case.visible, 2048)
+            blocks = topk.best_blocks(*case.call(case.q[0]), case.visible, 2048, keep_newest=True)
             line += f"   candidates of it {median_us(case.candidate_calls(blocks)):8.1f}"
         print(line, flush=True)
 
@@ -190,25 +190,21 @@ def tune_logits() -> None:
         print(f"tune logits {rows} x {entries}:", *(f"{time:.1f}{tile}" for time, tile in found), flush=True)
 
 
-TOPK = [(1, 1 << 14), (8, 1 << 14), (128, 1 << 14), (1, 1 << 16), (8, 1 << 16), (1, 1 << 20), (8, 1 << 20)]
+SCANS = [(1, 1 << 14), (8, 1 << 14), (128, 1 << 14), (1, 1 << 16), (8, 1 << 16), (1, 1 << 20), (8, 1 << 20)]
 
 
 def bench_topk() -> None:
-    print("top-k 512, us")
-    for rows, width in TOPK:
+    print("best blocks of a scan, us  (rows x entries: 512, and 2048 with the newest)")
+    for rows, width in SCANS:
         values = [torch.randn(rows, width, device=DEVICE) for _ in range(2)]
         visible = torch.full((rows,), width, device=DEVICE)
         maxima = [(x.view(rows, -1, 8).amax(-1), x.view(rows, -1, 64).amax(-1)) for x in values]
-        select = [
-            partial(topk.select_topk, x, visible, 512, block_max=blocks, tile_max=tiles)
-            for x, (blocks, tiles) in zip(values, maxima, strict=True)
-        ]
-        line = f"  {rows:4} x {width:8} {median_us(select):8.1f}"
-        line += f"   torch.topk {median_us([partial(torch.topk, x, 512) for x in values]):8.1f}"
-        if width > 1 << 14:
-            line += "   candidate blocks "
-            line += f"{median_us([partial(topk.candidate_blocks, *m, visible, 2048) for m in maxima]):8.1f}"
-        print(line, flush=True)
+        own, pool = (
+            median_us([partial(topk.best_blocks, *m, visible, k, keep_newest=newest) for m in maxima])
+            for k, newest in ((512, False), (2048, True))
+        )
+        beside = median_us([partial(torch.topk, m[0], min(512, m[0].shape[1])) for m in maxima])
+        print(f"  {rows:4} x {width:8} {own:8.1f} {pool:8.1f}   torch.topk of the maxima {beside:8.1f}", flush=True)
     for rows in (1, 8, 128):
         compact = torch.randn(rows, 1 << 14, device=DEVICE)
         maxima = compact.view(rows, -1, 8).amax(-1)
@@ -252,17 +248,26 @@ def bench_prefill() -> None:
         q = torch.randn(rows, 32, 128, device=DEVICE).bfloat16()
         weights = (torch.randn(rows, 32, device=DEVICE) * 0.02).bfloat16()
         visible = torch.full((rows,), entries, device=DEVICE)
-        call = partial(
-            scores.index_scores_prefill,
+        scan = partial(
+            scores.block_maxima_prefill,
             q, weights, case.cache, case.req_to_token, case.requests, visible, 1, entries,
         )  # fmt: skip
-        time, result = median_us([call], 5), call()
-        chosen = partial(
-            topk.select_topk, result.logits, visible, 512, block_max=result.block_max, tile_max=result.tile_max
-        )
+        time, maxima = median_us([scan], 5), scan()
+        choose = partial(topk.best_blocks, *maxima, visible, 512, keep_newest=False)
+        blocks, requests = choose(), case.requests.expand(rows).contiguous()
+        again = partial(
+            scores.index_scores_candidates,
+            q, weights, case.cache, case.req_to_token, requests, visible, 1, blocks,
+        )  # fmt: skip
+        logits, best = again()
+        select = partial(topk.select_in_blocks, logits, best, blocks, visible, 512)
         rate = rows * entries * 32 * 128 * 2 / time / 1e6
-        line = f"  scores {rows} x {entries}: {time / 1e3:.2f} ({rate:.0f} TFLOP/s), "
-        print(f"{line} top-k {median_us([chosen], 5) / 1e3:.2f}", flush=True)
+        print(
+            f"  scan {rows} x {entries}: {time / 1e3:.2f} ({rate:.0f} TFLOP/s), best blocks "
+            f"{median_us([choose], 5) / 1e3:.2f}, again {median_us([again], 5) / 1e3:.2f}, "
+            f"top-k {median_us([select], 5) / 1e3:.2f}",
+            flush=True,
+        )
     for rows in (1024, 4096):
         case = Attention(rows, 64)
         time = median_us(case.calls()[:2], 5)

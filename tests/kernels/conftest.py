@@ -7,7 +7,10 @@ import torch
 triton = pytest.importorskip("triton")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-_CPU_ONLY = ("test_compile.py", "test_interpret.py", "test_flash_mla_prefill.py")
+_CPU_ONLY = (
+    "test_compile.py", "test_cuda_compile.py", "test_cuda_emulation.py", "test_interpret.py",
+    "test_flash_mla_prefill.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -7,7 +7,13 @@ import os
 
 import torch
 
-from sglang_csa2.kernels.records import encode_index_k, encode_main_kv, encode_swa_kv
+from sglang_csa2.kernels.records import (
+    decode_main_kv,
+    decode_swa_kv,
+    encode_index_k,
+    encode_main_kv,
+    encode_swa_kv,
+)
 from sglang_csa2.layout import INDEX_K, INDEX_PAGE_BYTES, INDEX_PAGE_SCALE_OFFSET, INDEX_PAGE_SLOTS, PAGE_TOKENS
 
 SLACK = 1.5
@@ -68,3 +74,43 @@ def random_slots(rows, width, slots, device, *, absent=0.0, dtype=torch.int64):
     chosen = torch.stack([torch.randperm(max(slots, width), device=device)[:width] % slots for _ in range(rows)])
     chosen[torch.rand(rows, width, device=device) < absent] = -1
     return chosen.to(dtype)
+
+
+ATTENTION_SCALE = 512**-0.5
+
+
+def attention_case(rows, heads, device, *, window=128, topk=512, absent=0.0, slots=1500, dtype=torch.int64):
+    """q, SWA cache and slots, main cache and slots, sink; junk (NaN codes) in slots that no list names."""
+    q = (torch.randn(rows, heads, 512, device=device) * 2).bfloat16()
+    swa, main = swa_cache(slots, device), main_cache(slots, device)
+    swa_slots = random_slots(rows, window, slots - 100, device, absent=absent, dtype=dtype)
+    main_slots = random_slots(rows, topk, slots - 100, device, absent=absent, dtype=dtype)
+    swa[slots - 100 :] = 255
+    main[slots - 100 :] = 255
+    return q, swa, swa_slots, main, main_slots, torch.randn(heads, device=device)
+
+
+def eager_attention(q, keys, none, sink, dtype):
+    """The formula in `dtype` throughout."""
+    q, keys = q.to(dtype), keys.to(dtype).masked_fill(none[..., None], 0)
+    scores = (torch.einsum("nhd,nkd->nhk", q, keys) * ATTENTION_SCALE).masked_fill(none[:, None], -torch.inf)
+    column = sink.to(dtype)[None, :, None].expand(len(q), -1, 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return torch.einsum("nhk,nkd->nhd", weights, keys)
+
+
+def check_attention(out, q, swa, swa_slots, main, main_slots, sink):
+    """Zeros where a row has no key; elsewhere the error bound."""
+    keys = decode_swa_kv(swa[swa_slots.clamp(min=0).long()])
+    none = swa_slots < 0
+    if main is not None:
+        keys = torch.cat([keys, decode_main_kv(main[main_slots.clamp(min=0).long()])], 1)
+        none = torch.cat([none, main_slots < 0], 1)
+    keys = keys.masked_fill(none[..., None], 0)
+    exact = eager_attention(q, keys, none, sink, torch.float64)
+    absent = none.all(-1)
+    assert (out[absent] == 0).all()
+    if absent.all():
+        return
+    bound = relative_error(eager_attention(q, keys, none, sink, torch.bfloat16), exact)
+    assert relative_error(out, exact) <= SLACK * bound

@@ -5,80 +5,47 @@ import pytest
 import torch
 
 from sglang_csa2.kernels import triton_sparse_attention as kernels
-from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
 from sglang_csa2.kernels.triton_sparse_attention import Tile
 from sglang_csa2.layout import MAIN_KV, SWA_KV
 
-SCALE = 512**-0.5
+SCALE = cases.ATTENTION_SCALE
 HEADS = cases.pick([1, 2, 4, 8, 16, 32, 64, 128], [4])
 TILES = [None, Tile(16, 32, 1, 4, 2), Tile(16, 64, 4, 8, 3), Tile(64, 64, 1, 8, 2), Tile(64, 64, 2, 8, 3)]
 
 
-def _eager(q, keys, none, sink, dtype):
-    """The formula in `dtype` throughout."""
-    q, keys = q.to(dtype), keys.to(dtype).masked_fill(none[..., None], 0)
-    scores = (torch.einsum("nhd,nkd->nhk", q, keys) * SCALE).masked_fill(none[:, None], -torch.inf)
-    column = sink.to(dtype)[None, :, None].expand(len(q), -1, 1)
-    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    return torch.einsum("nhk,nkd->nhd", weights, keys)
-
-
 def _check(q, swa, swa_slots, main, main_slots, sink, tile=None):
     out = kernels.sparse_attention(q, swa, swa_slots, main, main_slots, sink, SCALE, tile=tile)
-    keys = decode_swa_kv(swa[swa_slots.clamp(min=0).long()])
-    none = swa_slots < 0
-    if main is not None:
-        keys = torch.cat([keys, decode_main_kv(main[main_slots.clamp(min=0).long()])], 1)
-        none = torch.cat([none, main_slots < 0], 1)
-    keys = keys.masked_fill(none[..., None], 0)
-    exact = _eager(q, keys, none, sink, torch.float64)
-    absent = none.all(-1)
-    assert (out[absent] == 0).all()
-    if absent.all():
-        return
-    bound = cases.relative_error(_eager(q, keys, none, sink, torch.bfloat16), exact)
-    assert cases.relative_error(out, exact) <= cases.SLACK * bound
-
-
-def _case(rows, heads, device, *, window=128, topk=512, absent=0.0, slots=1500, dtype=torch.int64):
-    q = (torch.randn(rows, heads, 512, device=device) * 2).bfloat16()
-    swa, main = cases.swa_cache(slots, device), cases.main_cache(slots, device)
-    swa_slots = cases.random_slots(rows, window, slots - 100, device, absent=absent, dtype=dtype)
-    main_slots = cases.random_slots(rows, topk, slots - 100, device, absent=absent, dtype=dtype)
-    # Junk in slots that no list names: NaN codes and the largest scales.
-    swa[slots - 100 :] = 255
-    main[slots - 100 :] = 255
-    return q, swa, swa_slots, main, main_slots, torch.randn(heads, device=device)
+    cases.check_attention(out, q, swa, swa_slots, main, main_slots, sink)
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("rows", cases.pick([1, 3, 33, 130], [2]))
 def test_decode(rows, heads, device):
-    _check(*_case(rows, heads, device))
+    _check(*cases.attention_case(rows, heads, device))
 
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("heads", cases.pick([4, 16, 64], [4]))
 def test_tiles(heads, tile, device):
-    _check(*_case(5, heads, device, absent=0.3, dtype=torch.int32), tile)
+    _check(*cases.attention_case(5, heads, device, absent=0.3, dtype=torch.int32), tile)
 
 
 @pytest.mark.parametrize("window", cases.pick([1, 2, 127, 128, 129], [5]))
 @pytest.mark.parametrize("topk", cases.pick([1, 2, 127, 128, 129, 255, 257, 511, 512, 513], [33]))
 def test_widths(window, topk, device):
-    _check(*_case(3, 16, device, window=window, topk=topk))
+    _check(*cases.attention_case(3, 16, device, window=window, topk=topk))
 
 
 @pytest.mark.parametrize("heads", cases.pick([4, 64], [4]))
 def test_swa_only(heads, device):
-    q, swa, swa_slots, _, _, sink = _case(3, heads, device, absent=0.2)
+    q, swa, swa_slots, _, _, sink = cases.attention_case(3, heads, device, absent=0.2)
     _check(q, swa, swa_slots, None, None, sink)
 
 
 @pytest.mark.parametrize("heads", cases.pick([4, 64], [4]))
 @pytest.mark.parametrize("rows", cases.pick([4, 65], [4]))
 def test_absent_keys(rows, heads, device):
-    q, swa, swa_slots, main, main_slots, sink = _case(rows, heads, device)
+    q, swa, swa_slots, main, main_slots, sink = cases.attention_case(rows, heads, device)
     swa_slots[0], main_slots[0] = -1, -1
     swa_slots[1, 1:], main_slots[1] = -1, -1
     swa_slots[2], main_slots[2, :300] = -1, -1
@@ -90,12 +57,12 @@ def test_absent_keys(rows, heads, device):
 
 @pytest.mark.parametrize("sink", [-1e4, -30.0, 30.0])
 def test_sinks(sink, device):
-    q, swa, swa_slots, main, main_slots, sinks = _case(2, 4, device)
+    q, swa, swa_slots, main, main_slots, sinks = cases.attention_case(2, 4, device)
     _check(q, swa, swa_slots, main, main_slots, sinks.fill_(sink))
 
 
 def test_strided_q(device):
-    q, *rest = _case(3, 8, device)
+    q, *rest = cases.attention_case(3, 8, device)
     wide = torch.randn(3, 16, 1024, device=device).bfloat16()
     wide[:, :8, :512] = q
     _check(wide[:, :8, :512], *rest)
@@ -103,7 +70,7 @@ def test_strided_q(device):
 
 @pytest.mark.skipif(cases.INTERPRETED, reason="allocates 4 GiB")
 def test_slots_past_two_gib(device):
-    q, swa, swa_slots, main, main_slots, sink = _case(2, 64, device)
+    q, swa, swa_slots, main, main_slots, sink = cases.attention_case(2, 64, device)
     big_swa = torch.empty(2**31 // SWA_KV.bytes + 2000, SWA_KV.bytes, dtype=torch.uint8, device=device)
     big_main = torch.empty(2**31 // MAIN_KV.bytes + 2000, MAIN_KV.bytes, dtype=torch.uint8, device=device)
     big_swa[-len(swa) :], big_main[-len(main) :] = swa, main
@@ -113,7 +80,7 @@ def test_slots_past_two_gib(device):
 
 
 def test_refusals(device):
-    q, swa, swa_slots, main, main_slots, sink = _case(2, 4, device)
+    q, swa, swa_slots, main, main_slots, sink = cases.attention_case(2, 4, device)
     with pytest.raises(ValueError, match="go together"):
         kernels.sparse_attention(q, swa, swa_slots, main, None, sink, SCALE)
     with pytest.raises(ValueError, match="attn_sink"):

@@ -1,0 +1,1013 @@
+// Sparse decode attention over packed KV records on Hopper (sm_90a). The contract is in cuda_sparse_attention.py.
+//
+// Work. A thread block takes rows (query tokens) one after another, a tile of HEADS heads and one share (split) of a
+// row's tiles of 64 keys. Splits of a row are the blocks of one cluster: they combine through distributed shared
+// memory, in one launch and without scratch.
+//
+// Layout. Keys are decoded once, to bf16, into a tile [64 keys][512 dims] that serves as K and as V: eight panels of
+// 64 dims, each [64 keys][128 bytes] with the 128-byte swizzle that wgmma and ldmatrix read without bank conflicts.
+//
+// Order of dims. In every aligned group of 8 dims the tile, Q and O hold 0 4 1 5 2 6 3 7, the order in which nibbles
+// fall out of a 32-bit word in pairs. Q is permuted as it is loaded, O as it is stored.
+//
+// Scale. Decoded values carry a factor 2^-16 (an e4m3 scale times the 2^126 that e2m1 bits need would overflow bf16);
+// scores and outputs are multiplied by 2^16. Both steps are exact.
+//
+// Roles. Warpgroups 2 and 3 gather records and decode them, 0 and 1 multiply:
+//
+//   HEADS = 64  wgmma, M = 64 heads. Warpgroup 0 scores a tile and hands P to 1; each adds P V to its half of the dims,
+//               while 0 goes on to the next tile's scores. P multiplies from registers: by ncu's counts an operand
+//               wavefront of wgmma (128 bytes of shared memory) takes two cycles, as dear as the product it feeds.
+//   HEADS = 16  mma.sync, M = 16 heads, whose ldmatrix reads the tile in half of those cycles. A warp scores 8 of the
+//               keys, with Q in registers, and keeps 64 of the dims.
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace {
+
+constexpr int kDims = 512;
+constexpr int kTileKeys = 64;
+constexpr int kPanels = 8;
+constexpr int kPanelBytes = kTileKeys * 128;
+constexpr int kTileBytes = kPanels * kPanelBytes;
+constexpr int kSwaBytes = 528;   // 512 e4m3, then 16 ue8m0, one per 32 dims
+constexpr int kMainBytes = 288;  // 512 e2m1 in 256 bytes, then 32 e4m3, one per 16 dims
+constexpr int kConsumers = 256;  // threads of the two warpgroups that multiply
+constexpr int kProducers = 256;  // threads of the two that gather and decode
+constexpr int kMaxSplits = 16;
+constexpr float kUnshift = 65536.0f;
+constexpr float kLog2E = 1.4426950408889634f;
+// A finite start keeps a row without keys at exp2(-inf) = 0 rather than NaN.
+constexpr float kNoPeak = -1e30f;
+// A running maximum (base 2) moves only when it would grow by more: P stays below 2^8, and O is rarely rescaled.
+constexpr float kPeakStep = 8.0f;
+
+constexpr int kConsumerBarrier = 1;  // 0 is __syncthreads
+
+struct Params {
+  const __nv_bfloat16* q;  // [rows, heads, 512], strides q_row, q_head
+  int64_t q_row, q_head;
+  const uint8_t* swa;     // [slots, 528]
+  const void* swa_slots;  // [rows, window], row stride swa_row
+  int64_t swa_row;
+  const uint8_t* main;     // [slots, 288]
+  const void* main_slots;  // [rows, topk], row stride main_row
+  int64_t main_row;
+  const float* sink;   // [heads]
+  __nv_bfloat16* out;  // [rows, heads, 512] contiguous
+  int heads, window, topk;
+  int swa_wide, main_wide;  // slots are int64, otherwise int32
+  int swa_tiles, tiles;     // tiles of 64 keys: the window's come first
+  int rows, splits;
+  float scale_log2;  // softmax scale * log2(e) * 2^16
+};
+
+// ---- PTX ------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Keeps what follows from `x` where it is written: addresses of a row's ends, computed ahead of the loops over rows and
+// tiles, would crowd out the accumulators.
+__device__ __forceinline__ uint32_t here(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+// An fma with -0 rounds once and keeps the sign of a zero; subnormal inputs count.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  return d;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16x2(float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+__device__ __forceinline__ float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 16 bytes of a record, or zeros.
+__device__ __forceinline__ uint4 load_if(bool wanted, const uint8_t* p) {
+  uint4 v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(int(wanted)));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_pair_if(bool wanted, const uint8_t* p) {
+  uint32_t v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.u16 %0, [%1];\n}\n"
+      : "=&r"(v)
+      : "l"(p), "r"(int(wanted)));
+  return v;
+}
+
+__device__ __forceinline__ void prefetch(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t a) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// Four 8x8 matrices of bf16: lane l names row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&v)[4]) {
+  if (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(address)
+                 : "memory");
+  }
+}
+
+// D [16, 8] += A [16, 16] B [16, 8]
+__device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Makes this thread's shared stores visible to wgmma; a barrier must follow.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni DONE;\n"
+      "bra.uni WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The calling warpgroup's registers per thread from here on, fewer or more than at launch.
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Nothing written before is read after: only time is ordered.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The address of `address` in the shared memory of another block of the cluster.
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, uint32_t rank) {
+  uint32_t d;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(address), "r"(rank));
+  return d;
+}
+
+__device__ __forceinline__ float load_remote(uint32_t address) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 load_remote4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// ---- wgmma ----------------------------------------------------------------------------------------------------------
+
+// 128-byte swizzle. K-major: 8 rows of 128 bytes are 1024 bytes apart. MN-major, one panel wide: 8 k-rows likewise.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+  constexpr uint64_t stride = 1024 >> 4;
+  return static_cast<uint64_t>(address >> 4) | stride << 16 | stride << 32 | uint64_t{1} << 62;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+#define REGISTERS_32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define OUTPUTS_32(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+
+// D [64, 64] (+)= A [64, 16] B [16, 64], both K-major in shared memory.
+__device__ __forceinline__ void wgmma_shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      REGISTERS_32
+      "%32, %33, p, 1, 1, 0, 0;\n}\n"
+      : OUTPUTS_32(d)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// D [64, 64] += A [64, 16] B [16, 64], A in registers, B MN-major in shared memory.
+__device__ __forceinline__ void wgmma_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      REGISTERS_32
+      "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
+      : OUTPUTS_32(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// ---- Records to bf16 ------------------------------------------------------------------------------------------------
+
+// Eight e2m1 of a word -> 16 bytes of the tile. One multiplication puts a nibble `s ee m` twice, its sign on bit 15 and
+// its magnitude on bits 8-6, which is the value times 2^-126; the bf16 product with `scale` undoes that.
+__device__ __forceinline__ void decode_e2m1(uint32_t word, uint32_t scale, uint32_t address) {
+  constexpr uint32_t kKeep = 0x81C081C0u;
+  const uint32_t high = word >> 8;
+  const uint32_t a = ((word & 0x000F000Fu) * 0x1040u) & kKeep;
+  const uint32_t b = ((word & 0x00F000F0u) * 0x0104u) & kKeep;
+  const uint32_t c = ((high & 0x000F000Fu) * 0x1040u) & kKeep;
+  const uint32_t d = ((high & 0x00F000F0u) * 0x0104u) & kKeep;
+  store_shared(address, mul_bf16x2(a, scale), mul_bf16x2(b, scale), mul_bf16x2(c, scale), mul_bf16x2(d, scale));
+}
+
+// Eight e4m3 of two words -> 16 bytes of the tile: `s eeee mmm` moves to bits 15 and 10-4, the value times 2^-120.
+__device__ __forceinline__ void decode_e4m3(uint32_t low, uint32_t high, uint32_t scale, uint32_t address) {
+  const uint32_t first = prmt(low, high, 0x5410);   // dims 0 1, 4 5
+  const uint32_t second = prmt(low, high, 0x7632);  // dims 2 3, 6 7
+  const uint32_t a = ((first << 8) & 0x80008000u) | ((first << 4) & 0x07F007F0u);
+  const uint32_t b = (first & 0x80008000u) | ((first >> 4) & 0x07F007F0u);
+  const uint32_t c = ((second << 8) & 0x80008000u) | ((second << 4) & 0x07F007F0u);
+  const uint32_t d = (second & 0x80008000u) | ((second >> 4) & 0x07F007F0u);
+  store_shared(address, mul_bf16x2(a, scale), mul_bf16x2(b, scale), mul_bf16x2(c, scale), mul_bf16x2(d, scale));
+}
+
+// Two e4m3 scales (low 16 bits) -> bf16x2 of both, times 2^(126 - 16): 2^230 in two steps, each within bf16.
+__device__ __forceinline__ uint32_t e4m3_scales(uint32_t pair) {
+  constexpr uint32_t kStep = 0x79007900u;  // 2^115
+  const uint32_t moved = (prmt(pair, 0, 0x4140) << 4) & 0x07F007F0u;
+  return mul_bf16x2(mul_bf16x2(moved, kStep), kStep);
+}
+
+// A ue8m0 scale (low byte) -> bf16x2, times 2^(120 - 16).
+__device__ __forceinline__ uint32_t ue8m0_scale(uint32_t byte) {
+  return min((byte & 0xFFu) + 104u, 254u) * 0x00800080u;
+}
+
+// Brings tiles of 64 keys in, eight warps with eight keys each. Four lanes share a key: of every 64 bytes of its record
+// each loads 16. In a store's quarter-warp the keys differ and the dims agree, so that the swizzle spreads the lanes
+// over all banks. A register that was decoded is loaded again at once, for the next tile; the records of the tile after
+// that are on their way to L2, and its successor's slots to registers.
+struct Gather {
+  const Params& params;
+  const int step;  // from one row of this block to the next
+  const int first, last;
+  int row, tile;  // the next slots to load
+  const int block, key, quarter;
+  bool swa, next_swa, ahead_swa;  // the kinds of records in `raw`, under `next`, of `ahead`
+  bool exists, next_exists;       // this lane's key
+  int ahead;                       // slot
+  const uint8_t* next;
+  uint4 raw[8];
+  uint32_t scales[4];
+
+  __device__ __forceinline__ Gather(const Params& p, int row, int step, int first, int last, int warp, int lane)
+      : params(p), step(step), first(first), last(last), row(row), tile(first), block(warp), key(lane & 7),
+        quarter(lane >> 3) {
+    load_slot();
+    advance();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) reload(i);
+    reload_scales();
+    swa = next_swa, exists = next_exists;
+    advance();
+  }
+
+  // A slot's low word: int64 slots are little-endian, and no pool has 2^31.
+  __device__ __forceinline__ void load_slot() {
+    ahead_swa = tile < params.swa_tiles;
+    const int width = ahead_swa ? params.window : params.topk;
+    const int wide = ahead_swa ? params.swa_wide : params.main_wide;
+    const void* table = ahead_swa ? params.swa_slots : params.main_slots;
+    const int64_t start = row * (ahead_swa ? params.swa_row : params.main_row);
+    const int column = (ahead_swa ? tile : tile - params.swa_tiles) * kTileKeys + block * 8 + key;
+    ahead = -1;
+    if (row < params.rows && tile < last && column < width) {
+      ahead = __ldg(static_cast<const int*>(table) + ((start + column) << wide));
+    }
+    if (++tile >= last) row += step, tile = first;
+  }
+
+  // `ahead` becomes `next`: its record goes to L2, and the slot after it is loaded.
+  __device__ __forceinline__ void advance() {
+    next_swa = ahead_swa, next_exists = ahead >= 0;
+    const int64_t slot = ahead;
+    next = next_swa ? params.swa + slot * kSwaBytes : params.main + slot * kMainBytes;
+    if (next_exists) {
+      if (next_swa) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) prefetch(next + (quarter * 4 + i) * 32);
+        prefetch(next + kDims);
+      } else if (quarter < 3) {
+#pragma unroll
+        for (int i = 0; i < 3; ++i) prefetch(next + (quarter * 3 + i) * 32);
+      }
+    }
+    load_slot();
+  }
+
+  __device__ __forceinline__ void reload(int i) {
+    raw[i] = load_if(next_exists && (i < 4 || next_swa), next + 64 * i + 16 * quarter);
+  }
+
+  __device__ __forceinline__ void reload_scales() {
+    if (next_swa) {
+      const uint4 s = load_if(next_exists, next + kDims);
+      scales[0] = s.x, scales[1] = s.y, scales[2] = s.z, scales[3] = s.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scales[i] = load_pair_if(next_exists, next + kDims / 2 + 8 * i + 2 * quarter);
+    }
+  }
+
+  // Decodes this warp's keys into the tile at `base` and brings the next tile's in.
+  __device__ __forceinline__ void decode(uint32_t base) {
+    const uint32_t row = base + (block * 8 + key) * 128;
+    if (swa) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // panel i: 16 dims from 16 * quarter on
+        const uint32_t scale = ue8m0_scale(here(scales[i / 2]) >> (16 * (i % 2) + 8 * (quarter >> 1)));
+        const uint4 v = raw[i];
+        decode_e4m3(v.x, v.y, scale, row + i * kPanelBytes + ((2 * quarter) ^ key) * 16);
+        decode_e4m3(v.z, v.w, scale, row + i * kPanelBytes + ((2 * quarter + 1) ^ key) * 16);
+        reload(i);
+      }
+    } else {
+      const uint32_t panel = row + (quarter >> 1) * kPanelBytes;
+      const int chunk = (quarter & 1) * 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // panel 2 * i + quarter / 2: 32 dims from 32 * (quarter % 2) on
+        const uint32_t pair = e4m3_scales(scales[i]);
+        const uint32_t low = prmt(pair, pair, 0x1010), high = prmt(pair, pair, 0x3232);
+        const uint32_t address = panel + 2 * i * kPanelBytes;
+        const uint4 v = raw[i];
+        decode_e2m1(v.x, low, address + ((chunk + 0) ^ key) * 16);
+        decode_e2m1(v.y, low, address + ((chunk + 1) ^ key) * 16);
+        decode_e2m1(v.z, high, address + ((chunk + 2) ^ key) * 16);
+        decode_e2m1(v.w, high, address + ((chunk + 3) ^ key) * 16);
+        reload(i);
+      }
+      if (next_swa) {
+#pragma unroll
+        for (int i = 4; i < 8; ++i) reload(i);
+      }
+    }
+    reload_scales();
+    swa = next_swa, exists = next_exists;
+    advance();
+  }
+};
+
+// ---- Shared memory --------------------------------------------------------------------------------------------------
+
+// Tiles in shared memory.
+template <int HEADS>
+constexpr int kStages = HEADS == 64 ? 2 : 3;
+
+template <int HEADS>
+struct alignas(1024) Shared {
+  uint8_t keys[kStages<HEADS>][kTileBytes];
+  uint8_t q[HEADS * kDims * 2];  // [8 panels][HEADS][128 bytes], swizzled; at a row's end O passes through
+  // P. 64 heads: warpgroup 0's registers for 1, [4 steps of 16 keys][128 threads][16 bytes], two in turn, as the two
+  // drift apart by a tile. 16 heads: [16][64 keys], swizzled.
+  uint8_t weights[2][HEADS * 128];
+  float2 factors[2][128];        // 64 heads: what O is multiplied by before that P V
+  float maxima[16][8];           // 16 heads: per head and warp
+  float peaks[HEADS];            // at a row's end: maxima, base 2
+  float totals[HEADS];           // denominators, then what O is multiplied by
+  float shares[2][kMaxSplits * HEADS];  // of the row's splits
+  uint8_t present[kStages<HEADS>][8];   // bit k of byte b: key 8 b + k of the tile exists
+  uint64_t full[kStages<HEADS>], empty[kStages<HEADS>];
+};
+
+// ---- What both kinds of consumer do at a row's ends -----------------------------------------------------------------
+
+// A thread holds, as mma leaves them, two heads (row0 + lane / 4 and the eighth after it) of PANELS panels of 64 dims.
+template <int HEADS, int PANELS>
+struct Consumer {
+  Shared<HEADS>& shared;
+  const Params& params;
+  const float scale_log2;
+  const int thread, warp, lane;  // of the 256 consumers
+  const int head0;               // of the tile of heads
+  const int row0, panel0;
+  float o[PANELS][32];
+  float peak[2], sum[2];  // running maxima, base 2; this thread's share of the denominators
+
+  __device__ __forceinline__ Consumer(Shared<HEADS>& s, const Params& p, int warp, int lane, int head0, int row0,
+                                      int panel0)
+      : shared(s), params(p), scale_log2(p.scale_log2), thread(warp * 32 + lane), warp(warp), lane(lane), head0(head0),
+        row0(row0), panel0(panel0) {}
+
+  __device__ __forceinline__ static void meet() { barrier_sync(kConsumerBarrier, kConsumers); }
+
+  // Loads a row's Q and clears the sums. Q must be free; a consumer barrier is inside.
+  __device__ __forceinline__ void start(int row) {
+    const int thread = here(this->thread);
+    const __nv_bfloat16* source = params.q + row * params.q_row + head0 * params.q_head;
+    const uint32_t target = shared_address(shared.q);
+    const int heads = params.heads - head0;
+    constexpr int kChunks = HEADS * 64 / kConsumers;
+    constexpr int kBatch = kChunks < 8 ? kChunks : 8;
+#pragma unroll
+    for (int b = 0; b < kChunks; b += kBatch) {
+      uint4 v[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int head = (b + i) * 4 + thread / 64, chunk = thread % 64;
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (head < heads) v[i] = __ldg(reinterpret_cast<const uint4*>(source + head * params.q_head + chunk * 8));
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int head = (b + i) * 4 + thread / 64, chunk = thread % 64;
+        const uint32_t at = target + chunk / 8 * (HEADS * 128) + head * 128 + ((chunk % 8) ^ (head & 7)) * 16;
+        store_shared(at, prmt(v[i].x, v[i].z, 0x5410), prmt(v[i].x, v[i].z, 0x7632), prmt(v[i].y, v[i].w, 0x5410),
+                     prmt(v[i].y, v[i].w, 0x7632));
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) o[p][i] = 0;
+    }
+    peak[0] = peak[1] = kNoPeak, sum[0] = sum[1] = 0;
+    fence_async();
+    meet();
+  }
+
+  // The running maxima after scores of maximum `now`: what O and the sums are to be multiplied by.
+  __device__ __forceinline__ float2 move_peaks(float now0, float now1) {
+    float2 factor = make_float2(1.0f, 1.0f);
+    if (now0 > peak[0] + kPeakStep) factor.x = fast_exp2(peak[0] - now0), peak[0] = now0;
+    if (now1 > peak[1] + kPeakStep) factor.y = fast_exp2(peak[1] - now1), peak[1] = now1;
+    return factor;
+  }
+
+  __device__ __forceinline__ void scale_output(float2 factor) {
+    // Maxima settle after a few tiles.
+    if (!__any_sync(0xFFFFFFFFu, factor.x != 1.0f || factor.y != 1.0f)) return;
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) o[p][i] *= i & 2 ? factor.y : factor.x;
+    }
+  }
+
+  __device__ __forceinline__ float sink_log2(int head) const {
+    return head0 + head < params.heads ? __ldg(params.sink + head0 + head) * kLog2E : 0.0f;
+  }
+
+  // Eight dims of a head in their own order.
+  __device__ __forceinline__ void store_chunk(int row, int head, int chunk, const uint4& v) const {
+    if (head0 + head >= params.heads) return;
+    const uint4 ordered = make_uint4(prmt(v.x, v.y, 0x5410), prmt(v.z, v.w, 0x5410), prmt(v.x, v.y, 0x7632),
+                                     prmt(v.z, v.w, 0x7632));
+    const int64_t line = static_cast<int64_t>(row) * params.heads + head0 + head;
+    *reinterpret_cast<uint4*>(params.out + line * kDims + chunk * 8) = ordered;
+  }
+
+  // With peaks and totals in shared memory: the whole row was here, and O goes out through Q's memory. Ends in a
+  // consumer barrier.
+  __device__ __forceinline__ void finish_alone(int row) {
+    const int thread = here(this->thread), lane = here(this->lane);
+    if (thread < HEADS) {
+      shared.totals[thread] = kUnshift / (shared.totals[thread] + fast_exp2(sink_log2(thread) - shared.peaks[thread]));
+    }
+    meet();
+    const int head = row0 + (lane >> 2);
+    scale_output(make_float2(shared.totals[head], shared.totals[head + 8]));
+    const uint32_t staged = shared_address(shared.q);
+    const int line = row0 + (lane & 15), half = lane >> 4;
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) {
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        const int chunk = (panel0 + p) * 8 + j + half;
+        const float* d = &o[p][4 * j];
+        store_matrices(staged + line * 1024 + (chunk ^ (line & 7)) * 16, pack_bf16x2(d[0], d[1]),
+                       pack_bf16x2(d[2], d[3]), pack_bf16x2(d[4], d[5]), pack_bf16x2(d[6], d[7]));
+      }
+    }
+    meet();
+    const int chunk = thread % 64;
+#pragma unroll 4
+    for (int head = thread / 64; head < HEADS; head += kConsumers / 64) {
+      store_chunk(row, head, chunk, load_shared(staged + head * 1024 + (chunk ^ (head & 7)) * 16));
+    }
+    meet();
+  }
+
+  // fp32 O [HEADS][512], over the tiles of keys: rows of 2048 bytes whose 32-byte pieces are spread over banks.
+  __device__ __forceinline__ static int spread(int head) { return ((head ^ (head >> 1)) & 3) * 32; }
+
+  // The same where the row's splits are this cluster: each leaves its sums in its shared memory and writes a share of
+  // the output.
+  __device__ __forceinline__ void finish_together(int row, int splits) {
+    const int thread = here(this->thread), lane = here(this->lane);
+    const uint32_t sums_at = shared_address(shared.keys);
+#pragma unroll
+    for (int p = 0; p < PANELS; ++p) {
+#pragma unroll
+      for (int i = 0; i < 32; i += 2) {
+        const int head = row0 + (lane >> 2) + (i & 2) * 4;
+        const int dim = (panel0 + p) * 64 + i / 4 * 8 + 2 * (lane & 3);
+        const uint32_t at = sums_at + head * 2048 + ((dim * 4) ^ spread(head));
+        store_shared(at, o[p][i], o[p][i + 1]);
+      }
+    }
+    cluster_sync();
+
+    float *shares = shared.shares[0], *totals = shared.shares[1];  // [splits][HEADS]
+    for (int i = thread; i < splits * HEADS; i += kConsumers) {
+      shares[i] = load_remote(remote_address(shared_address(&shared.peaks[i % HEADS]), i / HEADS));
+      totals[i] = load_remote(remote_address(shared_address(&shared.totals[i % HEADS]), i / HEADS));
+    }
+    meet();
+    if (thread < HEADS) {
+      float top = kNoPeak;
+      for (int r = 0; r < splits; ++r) top = fmaxf(top, shares[r * HEADS + thread]);
+      float total = fast_exp2(sink_log2(thread) - top);
+      for (int i = thread; i < splits * HEADS; i += HEADS) total += fast_exp2(shares[i] - top) * totals[i];
+      const float norm = kUnshift / total;
+      for (int i = thread; i < splits * HEADS; i += HEADS) shares[i] = fast_exp2(shares[i] - top) * norm;
+    }
+    meet();
+    for (int piece = cluster_rank() * kConsumers + thread; piece < HEADS * 64; piece += splits * kConsumers) {
+      const int head = piece / 64, chunk = piece % 64;
+      const uint32_t at = sums_at + head * 2048 + ((chunk * 32) ^ spread(head));
+      float total[8] = {};
+      for (int r0 = 0; r0 < splits; r0 += 5) {
+        float4 a[5], b[5];
+#pragma unroll
+        for (int r = 0; r < 5; ++r) {
+          // Past the last split the last one again, with no weight.
+          const uint32_t there = remote_address(at, min(r0 + r, splits - 1));
+          a[r] = load_remote4(there), b[r] = load_remote4(there + 16);
+        }
+#pragma unroll
+        for (int r = 0; r < 5; ++r) {
+          const float share = r0 + r < splits ? shares[(r0 + r) * HEADS + head] : 0.0f;
+          total[0] += a[r].x * share, total[1] += a[r].y * share, total[2] += a[r].z * share;
+          total[3] += a[r].w * share, total[4] += b[r].x * share, total[5] += b[r].y * share;
+          total[6] += b[r].z * share, total[7] += b[r].w * share;
+        }
+      }
+      store_chunk(row, head, chunk, make_uint4(pack_bf16x2(total[0], total[1]), pack_bf16x2(total[2], total[3]),
+                                               pack_bf16x2(total[4], total[5]), pack_bf16x2(total[6], total[7])));
+    }
+    cluster_meet();  // the others may still be reading here
+  }
+};
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xFFFFFFFFu, x, 1);
+  return x + __shfl_xor_sync(0xFFFFFFFFu, x, 2);
+}
+
+// ---- 64 heads -------------------------------------------------------------------------------------------------------
+
+template <bool SCORES>
+struct WideConsumer : Consumer<64, 4> {
+  __device__ __forceinline__ WideConsumer(Shared<64>& s, const Params& p, int warp, int lane, int head0)
+      : Consumer(s, p, warp, lane, head0, warp % 4 * 16, SCORES ? 0 : 4) {}
+
+  __device__ __forceinline__ void begin() {}
+
+  // Scores of the tile and the online softmax: P as the A operand of four steps of 16 keys, and the factors of O.
+  __device__ __forceinline__ float2 score(int stage, uint32_t (&weights)[4][4]) {
+    float s[32];
+    const uint64_t keys = descriptor(shared_address(shared.keys[stage]));
+    const uint64_t q = descriptor(shared_address(shared.q));
+    wgmma_fence();
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int at = (p * kPanelBytes + k * 32) >> 4;  // Q's panels are as large as the tile's
+        wgmma_shared(s, q + at, keys + at, p + k > 0);
+      }
+    }
+    wgmma_commit();
+    const uint2 present = *reinterpret_cast<const uint2*>(shared.present[stage]);
+    wgmma_wait();
+
+    if ((present.x & present.y) != 0xFFFFFFFFu) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        // Key 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+        const uint32_t byte = (i < 16 ? present.x : present.y) >> (i / 4 % 4 * 8 + i % 2);
+        if (!(byte >> (2 * (lane & 3)) & 1)) s[i] = -INFINITY;
+      }
+    }
+    float now0 = -INFINITY, now1 = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+      now0 = fmaxf(now0, fmaxf(s[i], s[i + 1]));
+      now1 = fmaxf(now1, fmaxf(s[i + 2], s[i + 3]));
+    }
+    const float2 factor = move_peaks(quad_max(now0) * scale_log2, quad_max(now1) * scale_log2);
+    float sum0 = 0, sum1 = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+      const float a = fast_exp2(s[i] * scale_log2 - peak[0]), b = fast_exp2(s[i + 1] * scale_log2 - peak[0]);
+      const float c = fast_exp2(s[i + 2] * scale_log2 - peak[1]), d = fast_exp2(s[i + 3] * scale_log2 - peak[1]);
+      sum0 += a + b, sum1 += c + d;
+      weights[i / 8][i / 4 % 2 * 2] = pack_bf16x2(a, b);
+      weights[i / 8][i / 4 % 2 * 2 + 1] = pack_bf16x2(c, d);
+    }
+    sum[0] = sum[0] * factor.x + sum0, sum[1] = sum[1] * factor.y + sum1;
+    return factor;
+  }
+
+  __device__ __forceinline__ void attend(int stage, int buffer) {
+    uint32_t weights[4][4];
+    float2 factor;
+    const int mate = thread % 128;  // the same heads and keys in the other warpgroup
+    const uint32_t passed = shared_address(shared.weights[buffer]) + mate * 16;
+    if constexpr (SCORES) {
+      factor = score(stage, weights);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        store_shared(passed + k * 2048, weights[k][0], weights[k][1], weights[k][2], weights[k][3]);
+      }
+      shared.factors[buffer][mate] = factor;
+      meet();
+    } else {
+      meet();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const uint4 v = load_shared(passed + k * 2048);
+        weights[k][0] = v.x, weights[k][1] = v.y, weights[k][2] = v.z, weights[k][3] = v.w;
+      }
+      factor = shared.factors[buffer][mate];
+    }
+    scale_output(factor);
+    const uint64_t values = descriptor(shared_address(shared.keys[stage]) + panel0 * kPanelBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int p = 0; p < 4; ++p) wgmma_registers(o[p], weights[k], values + ((p * kPanelBytes + k * 2048) >> 4));
+    }
+    wgmma_commit();
+    wgmma_wait();
+  }
+
+  __device__ __forceinline__ void share_sums() {
+    if constexpr (SCORES) {
+      const float total0 = quad_sum(sum[0]), total1 = quad_sum(sum[1]);
+      const int head = row0 + (lane >> 2);
+      if ((lane & 3) == 0) {
+        shared.totals[head] = total0, shared.totals[head + 8] = total1;
+        shared.peaks[head] = peak[0], shared.peaks[head + 8] = peak[1];
+      }
+    }
+    meet();
+  }
+};
+
+// ---- 16 heads -------------------------------------------------------------------------------------------------------
+
+struct NarrowConsumer : Consumer<16, 1> {
+  uint32_t q[32][4];  // A operands of 32 steps of 16 dims
+
+  __device__ __forceinline__ NarrowConsumer(Shared<16>& s, const Params& p, int warp, int lane, int head0)
+      : Consumer(s, p, warp, lane, head0, 0, warp) {}
+
+  // Q from shared memory to registers.
+  __device__ __forceinline__ void begin() {
+    const int head = lane & 15;
+#pragma unroll
+    for (int k = 0; k < 32; ++k) {
+      const int chunk = k % 4 * 2 + (lane >> 4);
+      const uint32_t panel = shared_address(shared.q) + k / 4 * (16 * 128);
+      load_matrices<false>(panel + head * 128 + (chunk ^ (head & 7)) * 16, q[k]);
+    }
+  }
+
+  __device__ __forceinline__ void attend(int stage, int) {
+    const uint32_t tile = shared_address(shared.keys[stage]);
+    // Scores of keys 8 * warp on, in two sums that do not wait for each other.
+    float s[2][4] = {};
+    const int key = 8 * warp + (lane & 7);
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t b[4];
+        const int chunk = half * 4 + (lane >> 3);
+        load_matrices<false>(tile + p * kPanelBytes + key * 128 + (chunk ^ (lane & 7)) * 16, b);
+        mma(s[0], q[p * 4 + half * 2], b[0], b[1]);
+        mma(s[1], q[p * 4 + half * 2 + 1], b[2], b[3]);
+      }
+    }
+    const uint32_t present = shared.present[stage][warp] >> (2 * (lane & 3));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[0][i] = present >> (i & 1) & 1 ? (s[0][i] + s[1][i]) * scale_log2 : -INFINITY;
+    }
+    const int head = lane >> 2;
+    const float top0 = quad_max(fmaxf(s[0][0], s[0][1])), top1 = quad_max(fmaxf(s[0][2], s[0][3]));
+    if ((lane & 3) == 0) shared.maxima[head][warp] = top0, shared.maxima[head + 8][warp] = top1;
+    meet();
+    const float2 factor = move_peaks(row_max(shared.maxima[head]), row_max(shared.maxima[head + 8]));
+    const float a = fast_exp2(s[0][0] - peak[0]), b = fast_exp2(s[0][1] - peak[0]);
+    const float c = fast_exp2(s[0][2] - peak[1]), d = fast_exp2(s[0][3] - peak[1]);
+    sum[0] = sum[0] * factor.x + (a + b), sum[1] = sum[1] * factor.y + (c + d);
+    // P [16][64 keys]; head + 8 has head's swizzle.
+    const uint32_t weights = shared_address(shared.weights);
+    const uint32_t at = weights + head * 128 + (warp ^ head) * 16 + (lane & 3) * 4;
+    store_shared(at, pack_bf16x2(a, b));
+    store_shared(at + 1024, pack_bf16x2(c, d));
+    scale_output(factor);
+    meet();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      uint32_t p[4];
+      const int line = lane & 15;
+      load_matrices<false>(weights + line * 128 + ((2 * k + (lane >> 4)) ^ (line & 7)) * 16, p);
+      const uint32_t row = tile + warp * kPanelBytes + (16 * k + line) * 128;
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        uint32_t v[4];  // keys 0-7 and 8-15 of dims 8 * j on, then of the next eight
+        load_matrices<true>(row + ((j + (lane >> 4)) ^ (line & 7)) * 16, v);
+        mma(&o[0][4 * j], p, v[0], v[1]);
+        mma(&o[0][4 * j + 4], p, v[2], v[3]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float row_max(const float (&maxima)[8]) {
+    const float4 a = *reinterpret_cast<const float4*>(maxima), b = *reinterpret_cast<const float4*>(maxima + 4);
+    return fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+  }
+
+  __device__ __forceinline__ void share_sums() {
+    const float total0 = quad_sum(sum[0]), total1 = quad_sum(sum[1]);
+    const int head = lane >> 2;
+    if ((lane & 3) == 0) {
+      shared.maxima[head][warp] = total0, shared.maxima[head + 8][warp] = total1;
+      if (warp == 0) shared.peaks[head] = peak[0], shared.peaks[head + 8] = peak[1];
+    }
+    meet();
+    if (thread < 16) {
+      float total = 0;
+      for (int w = 0; w < 8; ++w) total += shared.maxima[thread][w];
+      shared.totals[thread] = total;
+    }
+    meet();
+  }
+};
+
+// ---- Kernel ---------------------------------------------------------------------------------------------------------
+
+// The tiles of a block: rows in turn, each row's share of tiles, stages in a ring.
+struct Walk {
+  const int row0, step, first, last, splits;
+  int stage = 0, phase = 0, turn = 0;
+
+  __device__ __forceinline__ explicit Walk(const Params& p)
+      : row0(blockIdx.x / p.splits), step(gridDim.x / p.splits), first(blockIdx.x % p.splits * p.tiles / p.splits),
+        last((blockIdx.x % p.splits + 1) * p.tiles / p.splits), splits(p.splits) {}
+
+  template <int STAGES>
+  __device__ __forceinline__ void advance() {
+    turn ^= 1;
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+template <int HEADS>
+__device__ __forceinline__ void produce(Shared<HEADS>& shared, const Params& params, Walk walk, int warp, int lane) {
+  Gather gather(params, walk.row0, walk.step, walk.first, walk.last, warp, lane);
+  for (int row = walk.row0; row < params.rows; row += walk.step) {
+    for (int tile = walk.first; tile < walk.last; ++tile, walk.advance<kStages<HEADS>>()) {
+      mbarrier_wait(shared_address(&shared.empty[walk.stage]), walk.phase ^ 1);
+      const uint32_t present = __ballot_sync(0xFFFFFFFFu, gather.exists);  // lanes 0 to 7 hold the keys in order
+      if (lane == 0) shared.present[walk.stage][warp] = present;
+      gather.decode(shared_address(shared.keys[walk.stage]));
+      if (HEADS == 64) fence_async();
+      mbarrier_arrive(shared_address(&shared.full[walk.stage]));
+    }
+  }
+  if (walk.splits > 1) {
+    cluster_sync();
+    cluster_meet();
+  }
+}
+
+template <class C, int HEADS>
+__device__ __forceinline__ void consume(Shared<HEADS>& shared, const Params& params, Walk walk, int warp, int lane) {
+  C consumer(shared, params, warp, lane, blockIdx.y * HEADS);
+  for (int row = walk.row0; row < params.rows; row += walk.step) {
+    consumer.start(row);
+    consumer.begin();
+    for (int tile = walk.first; tile < walk.last; ++tile, walk.advance<kStages<HEADS>>()) {
+      mbarrier_wait(shared_address(&shared.full[walk.stage]), walk.phase);
+      consumer.attend(walk.stage, walk.turn);
+      mbarrier_arrive(shared_address(&shared.empty[walk.stage]));
+    }
+    consumer.share_sums();  // its barrier also says that every warp is through with the tiles
+    if (walk.splits == 1) {
+      consumer.finish_alone(row);
+    } else {
+      consumer.finish_together(row, walk.splits);
+    }
+  }
+}
+
+// Grid: x, rows times splits (a cluster's blocks are a row's splits), or as many blocks as the card holds, which take
+// row after row so that a row's gathers run under the previous row's end; y, tiles of heads.
+template <int HEADS>
+__global__ void __launch_bounds__(kConsumers + kProducers, 1)
+    sparse_attention_kernel(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<Shared<HEADS>*>(memory);
+  const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < kStages<HEADS>; ++s) {
+      mbarrier_init(shared_address(&shared.full[s]), kProducers);
+      mbarrier_init(shared_address(&shared.empty[s]), kConsumers);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  const Walk walk(params);
+  // Registers move to where they are needed; four warpgroups have 512 between them.
+  if constexpr (HEADS == 64) {
+    if (warp >= 8) {
+      give_registers<72>();
+      produce(shared, params, walk, warp - 8, lane);
+    } else if (warp >= 4) {
+      take_registers<176>();
+      consume<WideConsumer<false>>(shared, params, walk, warp, lane);
+    } else {
+      take_registers<192>();
+      consume<WideConsumer<true>>(shared, params, walk, warp, lane);
+    }
+  } else {
+    if (warp >= 8) {
+      give_registers<64>();
+      produce(shared, params, walk, warp - 8, lane);
+    } else {
+      take_registers<192>();
+      consume<NarrowConsumer>(shared, params, walk, warp, lane);
+    }
+  }
+}
+
+// ---- Launch ---------------------------------------------------------------------------------------------------------
+
+template <int HEADS>
+cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t stream) {
+  const auto kernel = sparse_attention_kernel<HEADS>;
+  const int bytes = sizeof(Shared<HEADS>), head_tiles = (params.heads + HEADS - 1) / HEADS;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess && params.splits > 8) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = params.splits;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  const int room = multiprocessors / head_tiles > 0 ? multiprocessors / head_tiles : 1;
+  const bool all = params.splits > 1 || params.rows < room;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(all ? params.rows * params.splits : room, head_tiles);
+  config.blockDim = dim3(kConsumers + kProducers);
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = params.splits > 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// ---- Interface ------------------------------------------------------------------------------------------------------
+
+}  // namespace
+
+// Returns a cudaError_t, 0 for success. `tile_heads` is 16 or 64; `splits` 1 to 16, above 8 only where the device
+// grants such clusters.
+extern "C" int csa2_sparse_attention(const void* q, int64_t q_row, int64_t q_head, const void* swa,
+                                     const void* swa_slots, int64_t swa_row, int swa_wide, const void* main,
+                                     const void* main_slots, int64_t main_row, int main_wide, const void* sink,
+                                     void* out, int rows, int heads, int window, int topk, float scale, int tile_heads,
+                                     int splits, int multiprocessors, void* stream) {
+  Params p = {};
+  p.q = static_cast<const __nv_bfloat16*>(q), p.q_row = q_row, p.q_head = q_head;
+  p.swa = static_cast<const uint8_t*>(swa), p.swa_slots = swa_slots, p.swa_row = swa_row, p.swa_wide = swa_wide;
+  p.main = static_cast<const uint8_t*>(main), p.main_slots = main_slots, p.main_row = main_row;
+  p.main_wide = main_wide;
+  p.sink = static_cast<const float*>(sink), p.out = static_cast<__nv_bfloat16*>(out);
+  p.heads = heads, p.window = window, p.topk = topk;
+  p.swa_tiles = (window + kTileKeys - 1) / kTileKeys;
+  p.tiles = p.swa_tiles + (topk + kTileKeys - 1) / kTileKeys;
+  p.rows = rows, p.splits = splits;
+  p.scale_log2 = scale * kLog2E * kUnshift;
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (splits < 1 || splits > kMaxSplits) return cudaErrorInvalidValue;
+  switch (tile_heads) {
+    case 16: return launch<16>(p, multiprocessors, on);
+    case 64: return launch<64>(p, multiprocessors, on);
+    default: return cudaErrorInvalidValue;
+  }
+}

@@ -1,0 +1,221 @@
+"""Sparse decode attention in CUDA C++ for Hopper (sm_90a) over packed SWA KV and chosen main KV (spec 2.8).
+
+    sparse_attention(q bf16 [n, heads, 512], swa_cache uint8 [slots, 528], swa_slots int [n, window],
+                     main_cache uint8 [slots, 288] | None, main_slots int [n, k] | None,
+                     attn_sink fp32 [heads], scale) -> bf16 [n, heads, 512]
+
+    s_k = scale * q . k        out = sum_k exp(s_k) k / (sum_k exp(s_k) + exp(sink))
+
+The contract of `sparse_attention.py`: keys are values too, a slot of -1 (anywhere in a row) is no key and reads
+nothing, a row without keys gives zeros, any number of heads. Products are bf16 with fp32 accumulation, scores and the
+denominator fp32, P is rounded to bf16 for the product with V, as in the published code.
+
+How it works is told in `csrc/sparse_attention.cu`. One launch, whose grid follows from host numbers only, so a CUDA
+graph can hold it; no scratch. The source is built with nvcc at first use (`build`) and loaded through its C interface.
+`triton_sparse_attention.py` is the portable form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_csa2.kernels.triton_records import INT_TYPES, check_rows
+from sglang_csa2.layout import MAIN_KV, SWA_KV
+
+SOURCE = Path(__file__).parent / "csrc" / "sparse_attention.cu"
+NVCC_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a")
+_TILE_KEYS = 64
+
+
+class Tile(NamedTuple):
+    """How a launch cuts its work: 16 or 64 heads per block, and 1 to 16 blocks (one cluster) to a row's keys."""
+
+    heads: int
+    splits: int
+
+
+# From a sweep of an earlier form on one H200, 128 + 512 keys; this form has not been swept. With few rows four tiles
+# of 16 heads, which decode a row four times, beat one of 64, whose splits have much to combine (rows 1: 12.2 against
+# 20.5 us, rows 4: 13.8 against 22.9). A cluster needs its blocks' worth of free multiprocessors in one part of the
+# card, so larger ones must leave room: 64 heads, 32 rows: 4 splits 53 us, 3 splits 35; 16 heads, 16 rows: 8 splits
+# 31 us, 5 splits 14. `_SPLITS`: the share of the card that blocks may take, by splits.
+_SPLITS = {2: 1.0, 3: 0.75, 5: 0.625, 10: 0.34}
+
+
+def choose_tile(rows: int, heads: int, keys: int, multiprocessors: int) -> Tile:
+    """The tile of a launch, from host numbers only, so that a captured graph keeps it."""
+    narrow = heads <= 16 or 20 * rows <= multiprocessors
+    tile_heads = 16 if narrow else 64
+    blocks = rows * -(-heads // tile_heads)
+    tiles = -(-keys // _TILE_KEYS)
+    fitting = [n for n, share in _SPLITS.items() if n <= tiles and blocks * n <= share * multiprocessors]
+    return Tile(tile_heads, max(fitting, default=1))
+
+
+def sparse_attention(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_slots: Tensor,
+    main_cache: Tensor | None,
+    main_slots: Tensor | None,
+    attn_sink: Tensor,
+    scale: float,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    rows, heads, window, topk = _check(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
+    out = torch.empty(rows, heads, SWA_KV.dims, dtype=torch.bfloat16, device=q.device)
+    if not rows:
+        return out
+    multiprocessors = _multiprocessors(q.device)
+    tile = tile or choose_tile(rows, heads, window + topk, multiprocessors)
+    with torch.cuda.device(q.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        tensors = (q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
+        status = call(_library(), *tensors, out, scale, tile, multiprocessors, stream)
+    if status:
+        raise RuntimeError(f"sparse_attention did not launch with {tile} for {rows} rows: CUDA error {status}")
+    return out
+
+
+def call(
+    library: ctypes.CDLL,
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_slots: Tensor,
+    main_cache: Tensor | None,
+    main_slots: Tensor | None,
+    attn_sink: Tensor,
+    out: Tensor,
+    scale: float,
+    tile: Tile,
+    multiprocessors: int,
+    stream: int,
+) -> int:
+    """The C interface on checked tensors: 0, or a CUDA error."""
+    rows, heads, _ = q.shape
+    return library.csa2_sparse_attention(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        *_cache_arguments(swa_cache, swa_slots),
+        *_cache_arguments(main_cache, main_slots),
+        attn_sink.data_ptr(),
+        out.data_ptr(),
+        rows,
+        heads,
+        swa_slots.shape[1],
+        0 if main_slots is None else main_slots.shape[1],
+        scale,
+        tile.heads,
+        tile.splits,
+        multiprocessors,
+        stream,
+    )
+
+
+def _cache_arguments(cache: Tensor | None, slots: Tensor | None) -> tuple[int, int, int, bool]:
+    if cache is None or slots is None:
+        return 0, 0, 0, False
+    return cache.data_ptr(), slots.data_ptr(), slots.stride(0), slots.dtype == torch.int64
+
+
+def build(folder: Path | None = None) -> Path:
+    """The compiled library, built where it is missing: one per source and flags, in the user's cache."""
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(NVCC_FLAGS).encode()).hexdigest()[:16]
+    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-csa2"
+    library = folder / f"sparse_attention-{key}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        target = Path(scratch) / library.name
+        command = [find_nvcc(), *NVCC_FLAGS, "-shared", "-Xcompiler", "-fPIC", "-o", str(target), str(SOURCE)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
+        # In one step: processes that build at once agree on a whole file.
+        target.replace(library)
+    return library
+
+
+def find_nvcc() -> str:
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
+    found = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes if home]
+    nvcc = next((path for path in [*found, shutil.which("nvcc")] if path), None)
+    if nvcc is None:
+        raise RuntimeError(
+            "the CUDA C++ attention kernel needs nvcc (CUDA 12.3 or later), and none is in CUDA_HOME, /usr/local/cuda "
+            "or PATH: install the CUDA toolkit, or use triton_sparse_attention"
+        )
+    return nvcc
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return load(build())
+
+
+def load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    q, cache = (pointer, long, long), (pointer, pointer, long, number)
+    sizes, tile = (number, number, number, number, ctypes.c_float), (number, number, number)
+    library.csa2_sparse_attention.argtypes = [*q, *cache, *cache, pointer, pointer, *sizes, *tile, pointer]
+    library.csa2_sparse_attention.restype = number
+    return library
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major != 9:
+        raise RuntimeError(
+            f"the CUDA C++ attention kernel is built for Hopper (compute capability 9.0), and {properties.name} has "
+            f"{properties.major}.{properties.minor}: use triton_sparse_attention"
+        )
+    return properties.multi_processor_count
+
+
+def _check(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_slots: Tensor,
+    main_cache: Tensor | None,
+    main_slots: Tensor | None,
+    attn_sink: Tensor,
+) -> tuple[int, int, int, int]:
+    check_rows("q", q, (None, None, SWA_KV.dims), (torch.bfloat16,))
+    rows, heads, _ = q.shape
+    check_rows("attn_sink", attn_sink, (heads,), (torch.float32,))
+    check_rows("swa_cache", swa_cache, (None, SWA_KV.bytes), (torch.uint8,))
+    check_rows("swa_slots", swa_slots, (rows, None), INT_TYPES)
+    if (main_cache is None) != (main_slots is None):
+        raise ValueError("main_cache and main_slots go together: give both, or neither for an SWA-only layer")
+    if main_cache is not None:
+        check_rows("main_cache", main_cache, (None, MAIN_KV.bytes), (torch.uint8,))
+        check_rows("main_slots", main_slots, (rows, None), INT_TYPES)
+    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
+        raise ValueError(f"q must start at and step by multiples of 16 bytes, got strides {q.stride()}: copy it first")
+    for name, cache in (("swa_cache", swa_cache), ("main_cache", main_cache)):
+        if cache is not None and (not cache.is_contiguous() or cache.data_ptr() % 16):
+            raise ValueError(
+                f"{name} records must be adjacent and start at a multiple of 16 bytes, got strides {cache.stride()} "
+                f"at {cache.data_ptr():#x}: view the pool's buffer"
+            )
+    tensors = (q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1 or q.device.type != "cuda":
+        raise ValueError(f"every tensor must be on one CUDA device, got {sorted(map(str, devices))}: move them")
+    return rows, heads, swa_slots.shape[1], 0 if main_slots is None else main_slots.shape[1]

@@ -1,0 +1,286 @@
+"""Time decode kernels beside their peers in one run: CUDA-graph replays over rotating inputs, medians.
+
+    python scripts/bench_decode.py attention [--rows 1 64 512] [--heads 64 16 8] [--json out.json] [--sweep]
+
+attention: the CUDA C++ and the Triton kernel over packed records, and FlashMLA (the `sgl-flash-mla` wheel) over its
+584-byte V4 records, with fewer heads padded to 64 as a server pads them. The same keys, as near as V4 records hold
+them. Each kernel is first held to its error bound against float64, and the peer's output to within a few percent of
+ours: where either fails nothing is timed and the exit status is 1. `--sweep` times every tile instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "kernels"))
+import kernel_cases as cases
+
+from sglang_csa2.kernels import cuda_sparse_attention, triton_sparse_attention
+from sglang_csa2.kernels.cuda_sparse_attention import Tile
+from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
+from sglang_csa2.layout import MAIN_KV, SWA_KV
+
+try:
+    import flash_mla
+except ImportError:
+    flash_mla = None
+
+DEVICE = torch.device("cuda")
+SCALE = 512**-0.5
+WINDOW, TOPK = 128, 512
+ROTATION = 8
+# V4 records round keys to other grids: their outputs differ by 2 % (relative, over all elements).
+PEER_DIFFERENCE = 0.05
+_V4_PAGE = 64
+
+
+def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000 / calls
+
+
+def median_us(columns: dict[str, list[Callable[[], object]]], rounds: int = 15) -> dict[str, float]:
+    """Median time of one call of each column; the columns' replays alternate, so that drift meets all of them."""
+    graphs = {name: graph_of(calls) for name, calls in columns.items()}
+    times = {name: [] for name in columns}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            times[name].append(replay_us(graph, len(columns[name])))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def copy_rate() -> float:
+    """Bytes per microsecond, read and written, of a large device copy."""
+    source = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_us({"copy": [lambda: target.copy_(source)] * 2}, 5)["copy"]
+
+
+def encode_v4(keys: torch.Tensor) -> torch.Tensor:
+    """bf16 [n, 512] -> uint8 [n / 64, 64, 1, 584]: 448 e4m3 and 64 bf16 per key, then every key's 7 ue8m0 and a pad."""
+    keys = keys.view(-1, _V4_PAGE, 512).float()
+    groups = keys[..., :448].unflatten(-1, (7, 64))
+    exponent = (groups.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).log2().ceil()
+    data = (groups / exponent.exp2()).to(torch.float8_e4m3fn).flatten(-2).view(torch.uint8)
+    rope = keys[..., 448:].bfloat16().contiguous().view(torch.uint8)
+    scales = torch.nn.functional.pad((exponent[..., 0] + 127).to(torch.uint8), (0, 1))
+    pages = torch.cat([torch.cat([data, rope], -1).flatten(1), scales.flatten(1)], 1)
+    # The peer wants pages a multiple of 576 bytes apart.
+    padded = torch.nn.functional.pad(pages, (0, -pages.shape[1] % 576))
+    return padded[:, : _V4_PAGE * 584].view(len(pages), _V4_PAGE, 1, 584)
+
+
+class Caches:
+    """Random records, and the same keys as V4 records."""
+
+    def __init__(self, swa_slots: int = 1 << 17, main_slots: int = 1 << 19, distinct: int = 1 << 15):
+        self.swa, self.main = cases.swa_cache(distinct, DEVICE), cases.main_cache(distinct, DEVICE)
+        v4 = [encode_v4(decode_swa_kv(self.swa)), encode_v4(decode_main_kv(self.main))] if flash_mla else []
+        self.swa = self.swa.repeat(swa_slots // distinct, 1)
+        self.main = self.main.repeat(main_slots // distinct, 1)
+        if flash_mla:
+            self.v4_swa, self.v4_main = (
+                self._repeat(pages, slots // distinct) for pages, slots in zip(v4, (swa_slots, main_slots), strict=True)
+            )
+
+    @staticmethod
+    def _repeat(pages: torch.Tensor, times: int) -> torch.Tensor:
+        stride = pages.stride(0)
+        whole = pages.as_strided((len(pages), stride), (stride, 1)).repeat(times, 1)
+        return whole.as_strided((len(whole), *pages.shape[1:]), (stride, *pages.stride()[1:]))
+
+
+class Attention:
+    def __init__(self, caches: Caches, rows: int, heads: int):
+        self.caches, self.rows, self.heads = caches, rows, heads
+        self.inputs = [self._inputs() for _ in range(ROTATION)]
+        self.sink = torch.randn(heads, device=DEVICE)
+        self.bytes = rows * (WINDOW * SWA_KV.bytes + TOPK * MAIN_KV.bytes + heads * 512 * 4)
+        self.flops = rows * heads * (WINDOW + TOPK) * 512 * 4
+
+    def _inputs(self):
+        q = torch.randn(self.rows, self.heads, 512, device=DEVICE).bfloat16()
+        swa = torch.randint(0, len(self.caches.swa), (self.rows, WINDOW), device=DEVICE)
+        main = torch.randint(0, len(self.caches.main), (self.rows, TOPK), device=DEVICE)
+        return q, swa, main
+
+    def calls(self, op, **options):
+        caches = self.caches
+        return [
+            lambda q=q, a=a, b=b: op(q, caches.swa, a, caches.main, b, self.sink, SCALE, **options)
+            for q, a, b in self.inputs
+        ]
+
+    def peer_calls(self):
+        """FlashMLA's call, its schedule made once per shape as a server does."""
+        schedule, _ = flash_mla.get_mla_metadata()
+        pad = 64 - self.heads
+        sink = torch.nn.functional.pad(self.sink, (0, pad))
+
+        def call(q, swa, main):
+            return flash_mla.flash_mla_with_kvcache(
+                q=q,
+                k_cache=self.caches.v4_swa,
+                block_table=None,
+                cache_seqlens=None,
+                head_dim_v=512,
+                tile_scheduler_metadata=schedule,
+                softmax_scale=SCALE,
+                is_fp8_kvcache=True,
+                indices=swa,
+                attn_sink=sink,
+                extra_k_cache=self.caches.v4_main,
+                extra_indices_in_kvcache=main,
+                use_legacy=True,
+            )[0][:, 0, : self.heads]
+
+        padded = [
+            (torch.nn.functional.pad(q, (0, 0, 0, pad))[:, None].contiguous(), a[:, None].int(), b[:, None].int())
+            for q, a, b in self.inputs
+        ]
+        return [lambda args=args: call(*args) for args in padded]
+
+    def exact(self, count: int = 4):
+        """float64 outputs of the first rows, and the error of eager bf16 there."""
+        q, swa, main = (x[:count] for x in self.inputs[0])
+        keys = torch.cat([decode_swa_kv(self.caches.swa[swa]), decode_main_kv(self.caches.main[main])], 1)
+
+        def eager(dtype):
+            scores = torch.einsum("nhd,nkd->nhk", q.to(dtype), keys.to(dtype)) * SCALE
+            column = self.sink.to(dtype)[None, :, None].expand(len(q), -1, 1)
+            weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+            return torch.einsum("nhk,nkd->nhd", weights, keys.to(dtype))
+
+        exact = eager(torch.float64)
+        return exact, cases.relative_error(eager(torch.bfloat16), exact)
+
+
+def disagreement(case: Attention, columns: dict) -> str | None:
+    """Why the outputs may not be compared, or None."""
+    exact, bound = case.exact()
+    outputs = {name: calls[0]() for name, calls in columns.items()}
+    for name, out in outputs.items():
+        error = cases.relative_error(out[: len(exact)], exact)
+        limit = PEER_DIFFERENCE if name == "flashmla" else cases.SLACK * bound
+        if not error <= limit:
+            return f"{name}: error {error:.2e} against float64, allowed {limit:.2e}"
+        whole = cases.relative_error(out, outputs["cuda"])
+        limit = PEER_DIFFERENCE if name == "flashmla" else 2 * cases.SLACK * bound
+        if not whole <= limit:
+            return f"{name}: differs from cuda by {whole:.2e}, allowed {limit:.2e}"
+    return None
+
+
+def bench_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[dict], bool]:
+    caches, rate, results, agreed = Caches(), copy_rate(), [], True
+    print(f"{torch.cuda.get_device_name()}, copy {rate / 1e6:.2f} TB/s")
+    print("attention, us, 128 + 512 keys: cuda, triton, FlashMLA, cuda / FlashMLA; floor by bytes, TFLOP/s, tile")
+    for heads in heads_list:
+        for rows in rows_list:
+            case = Attention(caches, rows, heads)
+            columns = {
+                "cuda": case.calls(cuda_sparse_attention.sparse_attention),
+                "triton": case.calls(triton_sparse_attention.sparse_attention),
+            }
+            if flash_mla and heads <= 64:
+                columns["flashmla"] = case.peer_calls()
+            problem = disagreement(case, columns)
+            if problem:
+                print(f"  heads {heads:3} rows {rows:4}  OUTPUTS DISAGREE, not timed: {problem}", flush=True)
+                agreed = False
+                continue
+            times = median_us(columns)
+            tile = cuda_sparse_attention.choose_tile(rows, heads, WINDOW + TOPK, 132)
+            result = {"heads": heads, "rows": rows, **times, "floor_us": case.bytes / rate, "tile": tuple(tile)}
+            result["tflops"] = case.flops / times["cuda"] / 1e6
+            ratio = ""
+            if "flashmla" in times:
+                result["ratio"] = times["cuda"] / times["flashmla"]
+                ratio = f"{times['flashmla']:8.1f} {result['ratio']:6.2f}"
+            results.append(result)
+            print(
+                f"  heads {heads:3} rows {rows:4} {times['cuda']:8.1f} {times['triton']:8.1f} {ratio}"
+                f"   {result['floor_us']:6.1f} {result['tflops']:6.0f}  {tuple(tile)}",
+                flush=True,
+            )
+    return results, agreed
+
+
+def sweep_tiles(rows: int, heads: int) -> list[Tile]:
+    """Every tile worth a try: more than one tile of heads, which decodes a row as often, only where rows are few."""
+    tiles = []
+    for size in (16, 64):
+        head_tiles = -(-heads // size)
+        for splits in (1, 2, 3, 4, 5, 6, 8, 10):
+            blocks = rows * head_tiles * splits
+            if size < 4 * heads and (splits == 1 or blocks <= 200) and (head_tiles == 1 or blocks <= 200):
+                tiles.append(Tile(size, splits))
+    return tiles
+
+
+def sweep_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[dict], bool]:
+    caches, results, agreed = Caches(), [], True
+    for heads in heads_list:
+        for rows in rows_list:
+            case, found = Attention(caches, rows, heads), []
+            exact, bound = case.exact()
+            for tile in sweep_tiles(rows, heads):
+                try:
+                    calls = case.calls(cuda_sparse_attention.sparse_attention, tile=tile)
+                    error = cases.relative_error(calls[0]()[: len(exact)], exact)
+                    if not error <= cases.SLACK * bound:
+                        raise ValueError(f"error {error:.2e}, allowed {cases.SLACK * bound:.2e}")
+                    found.append((median_us({"": calls}, 5)[""], tuple(tile)))
+                except Exception as problem:
+                    print(f"failed: {tile}: {str(problem)[:100]}", flush=True)
+                    agreed = False
+            peer = median_us({"": case.peer_calls()}, 5)[""] if flash_mla and heads <= 64 else float("nan")
+            found.sort()
+            results.append({"heads": heads, "rows": rows, "flashmla": peer, "tiles": found})
+            best = " ".join(f"{time:.1f}{tile}" for time, tile in found[:8])
+            print(f"heads {heads} rows {rows} (FlashMLA {peer:.1f}): {best}", flush=True)
+    return results, agreed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["attention"])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128, 256, 512])
+    parser.add_argument("--heads", type=int, nargs="*", default=[64, 16, 8])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    run = sweep_attention if options.sweep else bench_attention
+    results, agreed = run(options.rows, options.heads)
+    if options.json:
+        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "attention": results}, indent=1))
+    return 0 if agreed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
