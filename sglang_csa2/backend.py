@@ -247,7 +247,7 @@ class Csa2AttnBackend(AttentionBackend):
         del k, v
         if save_kv_cache:
             raise BackendError("csa2's window KV is stored by the pool; the model asked the backend to store it")
-        if forward_batch.forward_mode.is_idle():
+        if forward_batch.forward_mode.is_idle() or q.shape[0] == 0:
             return q.new_empty(q.shape)
         pool, spec = self.token_to_kv_pool, self.plan[layer.layer_id]
         if compress_ratio != spec.ratio:
