@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.deepseek_v4_backend import (
 from sglang.srt.runtime_context import attention_backends, get_exec
 from torch import Tensor
 
-from sglang_csa2 import patches
+from sglang_csa2 import checks, envs, metrics, patches
 from sglang_csa2.attention import attend
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.host import BACKEND_NAME
@@ -77,6 +77,10 @@ class Csa2AttnBackend(AttentionBackend):
         self.forward_metadata: Csa2Metadata | None = None
         self.tail_forward_metadata: TailMetadata | None = None
         self._source_already_written: int | None = None
+        if envs.check_enabled():
+            checks.install(self)
+        if metrics.enabled():
+            metrics.install(self, model_runner)
 
     # Metadata ---------------------------------------------------------------
 
