@@ -8,7 +8,7 @@
 How: each row's token gets a serial number, kept per full-pool slot with its position and the serial of the token
 before it. A store stamps its record with the serial; a read compares the stamp with the serial that the reading
 request expects at that position. A request expects its own rows' serials, and those of the prefix that it found in
-the tables at its first forward, which must be one unbroken chain. Graph replays run no Python: on a GPU disable them.
+the tables, whose pages must each be one unbroken chain. Graph replays run no Python: on a GPU disable them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_csa2.layout import PAGE_TOKENS
 from sglang_csa2.metadata import Csa2Metadata
 
 
@@ -62,6 +63,7 @@ class Ledger:
         slots, device = pool.full_to_swa_index_mapping.shape[0], self.table.device
         self.serial, self.before, self.position = (_zeros(slots, device) for _ in range(3))
         self.expected = torch.zeros(self.table.shape, dtype=torch.int64, device=device)
+        self.seen = torch.zeros_like(self.table)
         self.lengths: dict[int, int] = {}
         self.owners: dict[int, Any] = {}
         self.next_serial = 1
@@ -93,8 +95,15 @@ class Ledger:
             if len(own) == 0:
                 continue
             first = int(own[0])
-            if self.lengths.get(slot) != first or self.owners.get(slot) != rid:
+            found = self.table[slot, :first]
+            # The host puts a cached page in the place of its copy that a request has just computed.
+            if (
+                self.lengths.get(slot) != first
+                or self.owners.get(slot) != rid
+                or not found.equal(self.seen[slot, :first])
+            ):
                 self._adopt(slot, first)
+            self.seen[slot, : first + len(own)] = self.table[slot, : first + len(own)]
             self.lengths[slot], self.owners[slot] = first + len(own), rid
             full = self.table[slot, first : first + len(own)].long()
             serials = torch.arange(self.next_serial, self.next_serial + len(own), device=full.device)
@@ -109,7 +118,9 @@ class Ledger:
         full = self.table[slot, :length].long()
         serials = self.serial[full]
         whole = (serials > 0) & (self.position[full] == torch.arange(length, device=full.device))
-        whole[1:] &= self.before[full[1:]] == serials[:-1]
+        # Pages are the host's to put together; inside one the tokens follow each other.
+        borders = torch.arange(1, max(length, 1), device=full.device) % PAGE_TOKENS == 0
+        whole[1:] &= borders | (self.before[full[1:]] == serials[:-1])
         if not whole.all():
             broken = int((~whole).nonzero()[0])
             raise CheckError(

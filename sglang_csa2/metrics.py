@@ -1,15 +1,18 @@
 """[host] What csa2 adds to the host's Prometheus endpoint under `--enable-metrics`; without it nothing of this runs.
 
-| metric                                   | type    | meaning                                                       |
-|------------------------------------------|---------|---------------------------------------------------------------|
-| `csa2:route{op, route}`                  | gauge   | 1 for the route that serves each operation                    |
-| `csa2:kv_bytes{kind, state}`             | gauge   | bytes of global and of window KV, allocated and used (held by |
-|                                          |         | requests or the prefix cache)                                 |
-| `csa2:rows_total`                        | counter | query rows                                                    |
-| `csa2:rows_beyond_pool_total`            | counter | those whose context exceeds the candidate pool                |
-| `csa2:refused_total`, `csa2:fallen_back_total` | counter | forwards refused, forwards on another route than at start: stay 0 |
+| metric                       | type    | meaning                                                            |
+|------------------------------|---------|--------------------------------------------------------------------|
+| `csa2:route{op, route}`      | gauge   | 1 for the route that serves each operation                         |
+| `csa2:kv_bytes{kind, state}` | gauge   | bytes of `global` and `swa` KV, `allocated` and `used` (held by    |
+|                              |         | requests or the prefix cache)                                      |
+| `csa2:rows`                  | counter | query rows                                                         |
+| `csa2:rows_beyond_pool`      | counter | those whose context exceeds the candidate pool: their share of     |
+|                              |         | `csa2:rows` is the pool's coverage                                 |
+| `csa2:refused`               | counter | forwards that csa2 refused; stays 0                                |
+| `csa2:fallen_back`           | counter | forwards on another route than at start; stays 0                   |
 
-The numbers come from the host's own, once per forward; nothing is asked of a device.
+Counters end in `_total` on the endpoint. The numbers come from the host's own, once per forward; nothing is asked of a
+device.
 """
 
 from __future__ import annotations

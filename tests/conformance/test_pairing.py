@@ -100,7 +100,8 @@ def test_pending_halves_are_private_to_a_request():
     """
     bench = Bench(pages=4, **SMALL)
     requests = [Request.draw(12, seed=seed, slot=slot) for seed, slot in ((1, 6), (2, 1), (3, 4))]
-    bench.forward([(request, 3) for request in requests])
+    # Lengths differ, so that the shorter ones have stale table entries where the longest has tokens.
+    bench.forward([(request, 3 + 2 * i) for i, request in enumerate(requests)])
     for order in ((2, 0, 1), (1, 2, 0), (0, 1, 2)):
         bench.forward([(requests[i], 1) for i in order], "DECODE")
     # Another batch row than before, beside a request that comes and goes.
