@@ -284,7 +284,7 @@ MUTANTS = (
         "sglang_csa2/backend.py",
         "if run_compressor and spec.writes_cache and",
         "if run_compressor and spec.ratio and",
-        f"{BACKEND}::test_reuse_and_reindex_layers_write_no_compressed_cache",
+        _PARTIAL,
     ),
     Mutant(
         "metadata of the last forward kept",
