@@ -228,7 +228,7 @@ MUTANTS = (
         "sglang_csa2/indexer.py",
         "past_end = entry >= (tile.lengths // layer.ratio)[:, None]",
         "past_end = entry > entry.numel() + tile.lengths[:, None]",
-        f"{PAIRING}::test_pending_halves_are_private_to_a_request",
+        f"{BACKEND}::test_batch_mates_and_order_change_nothing",
     ),
     Mutant(
         "candidate pool never published",
