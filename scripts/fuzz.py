@@ -115,14 +115,15 @@ class Fuzzer:
         return None
 
     def run(self, minutes: float, seed: str) -> list[str]:
-        """Fuzz until the time is up or something fails."""
-        deadline = time.monotonic() + minutes * 60
+        """Fuzz until the time is up or something fails; the first engine's start does not count."""
+        deadline = None
         rng = random.Random(seed)
-        while time.monotonic() < deadline:
+        while deadline is None or time.monotonic() < deadline:
             config = EngineConfig.draw(rng, replay=self.tally.engines % 4 == 3)
             engine = self.engine(config)
             try:
                 baseline = engine.counts()
+                deadline = deadline or time.monotonic() + minutes * 60
                 for _ in range(SCHEDULES_PER_ENGINE):
                     if time.monotonic() > deadline:
                         break

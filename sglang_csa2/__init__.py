@@ -16,6 +16,9 @@ Data flows one way:  config -> layer_plan -> layout -> pool -> metadata -> index
     attention   one softmax over the SWA window, the chosen main KV and the sink
     backend     glue to the host's AttentionBackend; no arithmetic                                      [host]
     reference   the definition in plain torch
+    envs        the SGLANG_CSA2_* variables
+    checks      the pool's invariants, checked in every forward when asked for
+    metrics     what csa2 adds to the host's Prometheus endpoint                                        [host]
 
 Only the modules marked [host], and `patches`, import sglang. `kernels` holds one op per file: tensors in,
 tensors out. Importing this package imports nothing heavy.
