@@ -19,6 +19,8 @@ Data flows one way:  config -> layer_plan -> layout -> pool -> metadata -> index
     attention   one softmax over the SWA window, the chosen main KV and the sink
     backend     glue to the host's AttentionBackend; no arithmetic                                      [host]
     reference   the definition in plain torch; reference_model is a whole model of it
+    checks      the pool's invariants, checked in every forward when asked for
+    metrics     what csa2 adds to the host's Prometheus endpoint                                        [host]
     tools       `python -m sglang_csa2 plan | show | verify`; nothing that serves imports them
 
 Only the modules marked [host], `tools.served` and `patches` import sglang. `kernels` holds one op per file: tensors in,

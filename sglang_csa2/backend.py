@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.deepseek_v4_backend import (
 from sglang.srt.runtime_context import attention_backends, get_exec
 from torch import Tensor
 
-from sglang_csa2 import envs, patches
+from sglang_csa2 import checks, envs, metrics, patches
 from sglang_csa2.attention import attend
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.host import BACKEND_NAME
@@ -86,6 +86,10 @@ class Csa2AttnBackend(AttentionBackend):
         self.workspace: Workspace | None = None
         self.tail_forward_metadata: TailMetadata | None = None
         self._source_already_written: int | None = None
+        if envs.check_enabled():
+            checks.install(self)
+        if metrics.enabled():
+            metrics.install(self, model_runner)
 
     # Metadata ---------------------------------------------------------------
 
@@ -265,7 +269,7 @@ class Csa2AttnBackend(AttentionBackend):
         del k, v
         if save_kv_cache:
             raise BackendError("csa2's window KV is stored by the pool; the model asked the backend to store it")
-        if forward_batch.forward_mode.is_idle():
+        if forward_batch.forward_mode.is_idle() or q.shape[0] == 0:
             return q.new_empty(q.shape)
         pool, spec = self.token_to_kv_pool, self.plan[layer.layer_id]
         if compress_ratio != spec.ratio:

@@ -2,7 +2,8 @@
 
 | variable                            | value    | effect                                                        |
 |-------------------------------------|----------|---------------------------------------------------------------|
-| `SGLANG_OPT_DSV41_PREFILL_KV_REUSE` | a switch | on (default): layers share what a prefill gathered (workspace.py) |
+| `SGLANG_OPT_DSV41_PREFILL_KV_REUSE` | a switch | on (default): layers share what a prefill gathered            |
+| `SGLANG_CSA2_CHECK`                 | a switch | on: every forward checks the pool (checks.py); for tests      |
 | `SGLANG_CSA2_TRACE`                 | a folder | eager forwards write their choices there (trace.py); slow     |
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 _TRUE, _FALSE = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off", "")
 
 PREFILL_KV_REUSE = "SGLANG_OPT_DSV41_PREFILL_KV_REUSE"
+CHECK = "SGLANG_CSA2_CHECK"
 TRACE = "SGLANG_CSA2_TRACE"
 
 
@@ -41,6 +43,11 @@ def flag(name: str, default: bool, env: Mapping[str, str] = os.environ) -> bool:
 def prefill_kv_reuse(env: Mapping[str, str] = os.environ) -> bool:
     """Whether layers of one kv_source share the gathered main KV, and those of one index_source the index table."""
     return flag(PREFILL_KV_REUSE, True, env)
+
+
+def check_enabled(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether the pool's invariants are checked."""
+    return flag(CHECK, False, env)
 
 
 def trace_folder(env: Mapping[str, str] = os.environ) -> Path | None:

@@ -39,6 +39,7 @@ class HostSymbol:
 _POOL = "sglang.srt.mem_cache.deepseek_v4_memory_pool"
 _BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 _MODEL = "sglang.srt.models.deepseek_v4"
+_ALLOCATOR = "sglang.srt.mem_cache.allocator.swa:SWATokenToKVPoolAllocator"
 _SPARSE = "sglang.srt.layers.attention.dsv4.dsv41_sparse"
 
 HOST_SYMBOLS = (
@@ -67,6 +68,9 @@ HOST_SYMBOLS = (
     HostSymbol("sglang.srt.runtime_context:attention_backends", "read: the resolved backends", ""),
     HostSymbol("sglang.srt.runtime_context:get_exec", "read: whether bounded replay is on", ""),
     HostSymbol("sglang.srt.runtime_context:get_device", "read: the resolved device", ""),
+    HostSymbol("sglang.srt.runtime_context:get_observability", "read: whether metrics are on", ""),
+    HostSymbol(f"{_ALLOCATOR}.full_available_size", "read: used KV for the metrics", "self"),
+    HostSymbol(f"{_ALLOCATOR}.swa_available_size", "read: used window KV for the metrics", "self"),
     HostSymbol(
         "sglang.srt.arg_groups.model_override_base:resolving_view", "read: the device resolved so far", "server_args"
     ),

@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 CORE = sorted((REPOSITORY / "sglang_csa2").glob("*.py"))
 TOOLS = sorted((REPOSITORY / "sglang_csa2" / "tools").glob("*.py"))
 KERNELS = sorted((REPOSITORY / "kernels").glob("*.py"))
-HOST_MODULES = {"plugin", "pool", "backend"}
+HOST_MODULES = {"plugin", "pool", "backend", "metrics"}
 HOST_TOOLS = {"served"}
 # Data flows one way: a module imports only those before it.
 ORDER = ["config", "layer_plan", "layout", "selection", "metadata", "trace", "ops", "workspace", "indexer", "attention"]

@@ -1,0 +1,251 @@
+"""A real `sglang.Engine` in a process of its own: the host kills the whole process tree when its scheduler dies.
+
+`EngineProcess(config, log)` starts one; `run(schedule)` plays a schedule and `alone(...)` runs one request by itself on
+an empty cache. The engine serves csa2 on the CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fuzz_schedule import EngineConfig, Request, Schedule
+
+MODEL = Path(__file__).parents[1] / "configs" / "tiny-dsv41"
+TOP = 20
+START_SECONDS, CALL_SECONDS = 300, 600
+COUNTS = ("kv_used_tokens", "kv_available_tokens", "swa_used_tokens", "swa_available_tokens", "num_running_reqs")
+
+
+class EngineDied(RuntimeError):
+    """The engine's process ended, or did not answer in time."""
+
+
+@dataclass
+class Answer:
+    """A request's end. chosen: log-probability of each token; top: per step the TOP best, as (value, token)."""
+
+    finish: str = ""
+    ids: list[int] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)
+    top: list[list[tuple[float, int]]] = field(default_factory=list)
+    cached: int = 0
+    retractions: int = 0
+
+    @property
+    def margins(self) -> list[float]:
+        return [step[0][0] - step[1][0] for step in self.top]
+
+
+class EngineProcess:
+    def __init__(self, config: EngineConfig, log_path: Path):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.log_path = log_path
+        self._process = context.Process(target=_serve, args=(theirs, config, str(log_path)))
+        self._process.start()
+        theirs.close()
+        self._receive(START_SECONDS)
+
+    def run(self, schedule: Schedule) -> list[Answer]:
+        return self._call("run", schedule)
+
+    def alone(self, input_ids: list[int], new_tokens: int) -> Answer:
+        return self._call("alone", input_ids, new_tokens)
+
+    def forced(self, input_ids: list[int], start: int) -> list[float]:
+        """Log-probabilities of the tokens from `start` on, each given all before it."""
+        return self._call("forced", input_ids, start)
+
+    def counts(self) -> dict[str, float]:
+        """The pools' books after a flush and one short request."""
+        return self._call("counts")
+
+    def close(self) -> None:
+        if self._process.pid is not None and self._process.is_alive():
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            self._pipe.send((name, arguments))
+        except OSError as error:
+            raise self._death("is gone") from error
+        return self._receive(CALL_SECONDS)
+
+    def _receive(self, seconds: float) -> Any:
+        try:
+            if not self._pipe.poll(seconds):
+                raise self._death(f"gave no answer in {seconds:.0f} s")
+            kind, value = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._death("ended") from error
+        if kind == "error":
+            raise RuntimeError(f"in the engine's process: {value}")
+        return value
+
+    def _death(self, what: str) -> EngineDied:
+        tail = self.log_path.read_text(errors="replace")[-3000:] if self.log_path.exists() else ""
+        return EngineDied(f"the engine {what}; the end of its log:\n{tail}")
+
+
+def _serve(pipe, config: EngineConfig, log_path: str) -> None:
+    """The engine's process: its own session, so that it can be stopped with all it started."""
+    os.setsid()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if config.retract_every:
+        os.environ |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(config.retract_every)}
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=str(MODEL),
+        device="cpu",
+        attention_backend="csa2",
+        skip_tokenizer_init=True,
+        enable_metrics=True,
+        log_level="info",
+        max_running_requests=6,
+        context_length=2048,
+        max_total_tokens=config.max_total_tokens,
+        chunked_prefill_size=config.chunked_prefill_size,
+        enable_mixed_chunk=config.mixed_chunk,
+        disable_radix_cache=not config.radix_cache,
+        disable_overlap_schedule=not config.overlap,
+        enable_decoder_swa_bounded_replay=config.replay,
+        schedule_conservativeness=0.1,
+    )
+    player = Player(engine)
+    pipe.send(("ready", None))
+    while True:
+        name, arguments = pipe.recv()
+        try:
+            pipe.send(("value", getattr(player, name)(*arguments)))
+        except Exception as error:
+            pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+class Player:
+    """Plays schedules on an engine, inside its process."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self._serial = 0
+
+    def alone(self, input_ids: list[int], new_tokens: int) -> Answer:
+        self._flush()
+        return self._wait(self._generate(input_ids, new_tokens))
+
+    def forced(self, input_ids: list[int], start: int) -> list[float]:
+        self._flush()
+        answer = self._wait(
+            self.engine.async_generate(
+                input_ids=input_ids,
+                sampling_params={"max_new_tokens": 1, "temperature": 0},
+                return_logprob=True,
+                logprob_start_len=start - 1,
+            )
+        )
+        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][-(len(input_ids) - start) :]]
+
+    def run(self, schedule: Schedule) -> list[Answer]:
+        self._flush()
+        return self._wait(self._play(schedule))
+
+    def counts(self) -> dict[str, float]:
+        from prometheus_client import CollectorRegistry, multiprocess
+
+        self._flush()
+        self._wait(self._generate([5, 6, 7], 2))
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        samples = {s.name: s.value for metric in registry.collect() for s in metric.samples}
+        return {name: samples[f"sglang:{name}"] for name in COUNTS}
+
+    def _wait(self, work) -> Any:
+        return self.engine.loop.run_until_complete(work)
+
+    def _flush(self) -> None:
+        """Empty the cache; the host refuses while the last request is still on its books."""
+        for _ in range(100):
+            if self.engine.flush_cache().success:
+                return
+            self._wait(asyncio.sleep(0.1))
+        raise RuntimeError("the cache could not be flushed in 10 s: requests are still on the scheduler's books")
+
+    async def _play(self, schedule: Schedule) -> list[Answer]:
+        self._seen, self._running = 0, 0
+        self._moved = asyncio.Condition()
+        return list(await asyncio.gather(*[self._request(request) for request in schedule.requests]))
+
+    async def _request(self, request: Request) -> Answer:
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._seen >= request.arrives_after or not self._running)
+            self._running += 1
+        try:
+            return await self._generate(request.input_ids, request.new_tokens, request, self._saw)
+        finally:
+            async with self._moved:
+                self._running -= 1
+                self._moved.notify_all()
+
+    async def _saw(self, count: int) -> None:
+        async with self._moved:
+            self._seen += count
+            self._moved.notify_all()
+
+    async def _generate(
+        self, input_ids: list[int], new_tokens: int, request: Request | None = None, saw: Callable | None = None
+    ) -> Answer:
+        self._serial += 1
+        rid, timer = f"fuzz-{self._serial}", None
+        abort = self.engine.tokenizer_manager.abort_request
+        if request is not None and request.abort_delay is not None:
+            timer = asyncio.get_running_loop().call_later(request.abort_delay, abort, rid)
+        stream = await self.engine.async_generate(
+            input_ids=input_ids,
+            sampling_params={"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
+            return_logprob=True,
+            top_logprobs_num=TOP,
+            stream=True,
+            rid=rid,
+        )
+        last: dict[str, Any] | None = None
+        tokens = 0
+        try:
+            async for last in stream:
+                new = len(last["output_ids"]) - tokens
+                tokens += new
+                if saw is not None:
+                    await saw(new)
+                if request is not None and request.abort_after is not None and tokens >= request.abort_after:
+                    abort(rid)
+        except ValueError:
+            # How the host tells an abort before the first token.
+            return Answer(finish="abort")
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return _answer(last)
+
+
+def _answer(last: dict[str, Any] | None) -> Answer:
+    if last is None:
+        return Answer(finish="abort")
+    meta = last["meta_info"]
+    return Answer(
+        finish=meta["finish_reason"]["type"] if meta["finish_reason"] else "",
+        ids=list(last["output_ids"]),
+        chosen=[entry[0] for entry in meta.get("output_token_logprobs") or []],
+        top=[[(value, token) for value, token, _ in step] for step in meta.get("output_top_logprobs") or []],
+        cached=meta.get("cached_tokens", 0),
+        retractions=meta.get("num_retractions", 0) or 0,
+    )

@@ -1,0 +1,203 @@
+"""Soak a running server: thousands of requests of mixed sizes, streams cut half-way, malformed requests.
+
+    scripts/soak.py http://127.0.0.1:30000 [--requests 2000] [--parallel 8] [--seed 1] [--vocabulary 1024]
+
+The server runs with --enable-metrics, on this machine if its memory is to be compared. Before the soak every prompt is
+answered alone, on an empty cache; during it they come in any order, at once, whole or as a stream, and some streams are
+cut. Afterwards, on an empty cache again: pools and running requests are at their baseline, the scheduler's memory has
+not grown by more than a twentieth or 64 MiB, and every completed answer was the one before: equal tokens while the
+margin between the best two is above 0.3 (tests/golden/README.md). Exit status 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import requests
+
+MARGIN = 0.3
+LENGTHS = [1, 2, 3, 5, 8, 9, 16, 31, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300]
+BOOKS = ("kv_used_tokens", "kv_available_tokens", "swa_used_tokens", "swa_available_tokens", "num_running_reqs")
+STAY_ZERO = ("csa2:refused_total", "csa2:fallen_back_total")
+MALFORMED: list[tuple[str, str]] = [
+    ("/generate", '{"input_ids": []}'),
+    ("/generate", '{"input_ids": [5], "sampling_params": {"max_new_tokens": -1}}'),
+    ("/generate", '{"input_ids": "none", "text": 5'),
+    ("/generate", "{}"),
+    ("/generate", '{"input_ids": [5], "sampling_params": {"temperature": "hot"}}'),
+    ("/generate", '{"input_ids": [5], "sampling_params": {"top_p": 7}}'),
+    ("/generate", json.dumps({"input_ids": [5] * 200_000})),
+    ("/v1/chat/completions", '{"model": "tiny", "messages": "hello"}'),
+    ("/v1/completions", '{"prompt": {"a": 1}}'),
+    ("/no_such_path", "{}"),
+]
+
+
+class Soak:
+    def __init__(self, url: str, *, seed: int, vocabulary: int):
+        self.url, self.rng = url.rstrip("/"), random.Random(seed)
+        shared = [self.rng.randrange(3, vocabulary) for _ in range(256)]
+        self.prompts = []
+        for index, length in enumerate(LENGTHS * 2):
+            own = [self.rng.randrange(3, vocabulary) for _ in range(length)]
+            # Some share a page, so that prefixes are hit, held and evicted.
+            self.prompts.append((shared + own if index % 5 == 4 else own, 1 + index % 12))
+        self.seen: Counter[str] = Counter()
+        self.problems: list[str] = []
+
+    def body(self, index: int, **extra) -> dict:
+        prompt, new_tokens = self.prompts[index]
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        return {"input_ids": prompt, "sampling_params": sampling, **extra}
+
+    def post(self, path: str, data: str | None = None, **kwargs) -> requests.Response:
+        headers = {"Content-Type": "application/json"}
+        return requests.post(self.url + path, data=data, headers=headers, timeout=600, **kwargs)
+
+    def flush(self) -> None:
+        for _ in range(600):
+            if self.post("/flush_cache").status_code == 200:
+                return
+            time.sleep(0.1)
+        raise SystemExit("the cache could not be flushed in a minute: requests are still on the scheduler's books")
+
+    def references(self) -> None:
+        """Every prompt alone, on an empty cache, with the margins of its tokens."""
+        self.wanted = []
+        for index in range(len(self.prompts)):
+            self.flush()
+            body = self.body(index, return_logprob=True, top_logprobs_num=2)
+            answer = self.post("/generate", json.dumps(body)).json()
+            top = answer["meta_info"]["output_top_logprobs"]
+            self.wanted.append((answer["output_ids"], [best[0] - second[0] for best, second in top]))
+
+    def books(self) -> dict[str, float]:
+        self.flush()
+        self.post("/generate", json.dumps({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}))
+        text = requests.get(self.url + "/metrics", timeout=60).text
+        books = {name: _metric(text, f"sglang:{name}") for name in BOOKS}
+        return books | {name: value for name in STAY_ZERO if (value := _metric(text, name)) is not None}
+
+    def one(self, kind: str, index: int) -> None:
+        try:
+            getattr(self, f"_{kind}")(index)
+        except (requests.RequestException, ValueError, KeyError) as error:
+            self.problems.append(f"{kind} request {index}: {type(error).__name__}: {error}")
+        self.seen[kind] += 1
+
+    def _whole(self, index: int) -> None:
+        response = self.post("/generate", json.dumps(self.body(index)))
+        response.raise_for_status()
+        self._compare(index, response.json()["output_ids"])
+
+    def _streamed(self, index: int) -> None:
+        last = []
+        for answer in self._stream(index):
+            last = answer["output_ids"]
+        self._compare(index, last)
+
+    def _cut(self, index: int) -> None:
+        """Leave half-way through the answer."""
+        stream = self._stream(index)
+        for _ in range(max(1, self.prompts[index][1] // 2)):
+            if next(stream, None) is None:
+                break
+        stream.close()
+
+    def _malformed(self, index: int) -> None:
+        path, data = MALFORMED[index % len(MALFORMED)]
+        status = self.post(path, data).status_code
+        if not 400 <= status < 500:
+            self.problems.append(f"malformed request {path} {data[:60]} got status {status}, not 4xx")
+
+    def _stream(self, index: int) -> Iterator[dict]:
+        with self.post("/generate", json.dumps(self.body(index, stream=True)), stream=True) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+
+    def _compare(self, index: int, ids: list[int]) -> None:
+        wanted, margins = self.wanted[index]
+        if len(ids) != len(wanted):
+            self.problems.append(f"prompt {index} gave {len(ids)} tokens, before the soak {len(wanted)}")
+            return
+        self.seen["equal"] += ids == wanted
+        for step, (mine, theirs, margin) in enumerate(zip(ids, wanted, margins, strict=True)):
+            if margin <= MARGIN:
+                self.seen["thin margins"] += ids != wanted
+                return
+            if mine != theirs:
+                self.problems.append(f"prompt {index}, token {step}: {mine}, before the soak {theirs}")
+                return
+
+    def run(self, count: int, parallel: int) -> None:
+        kinds = self.rng.choices(["whole", "streamed", "cut", "malformed"], weights=[5, 2, 2, 1], k=count)
+        with ThreadPoolExecutor(parallel) as executor:
+            jobs = [executor.submit(self.one, kind, self.rng.randrange(len(self.prompts))) for kind in kinds]
+            for done, job in enumerate(jobs, start=1):
+                job.result()
+                if done % 250 == 0:
+                    print(f"{done} requests, {len(self.problems)} problems", flush=True)
+
+
+def _metric(text: str, name: str) -> float | None:
+    found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)", text, re.MULTILINE)
+    return float(found.group(1)) if found else None
+
+
+def scheduler_memory() -> int | None:
+    """Resident bytes of this machine's scheduler process; None if there is not exactly one."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if status.read_bytes().startswith(b"sglang::scheduler"):
+                resident = re.search(r"^VmRSS:\s+(\d+)", (status.parent / "status").read_text(), re.MULTILINE)
+                found.append(int(resident.group(1)) << 10 if resident else 0)
+        except OSError:
+            continue
+    return found[0] if len(found) == 1 else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("url")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--parallel", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--vocabulary", type=int, default=1024, help="ids are drawn below it")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    soak = Soak(arguments.url, seed=arguments.seed, vocabulary=arguments.vocabulary)
+    soak.references()
+    # As many as run at once, so that buffers have grown before memory is read.
+    soak.run(4 * arguments.parallel, arguments.parallel)
+    before, memory = soak.books(), scheduler_memory()
+    soak.run(arguments.requests, arguments.parallel)
+    after, memory_after = soak.books(), scheduler_memory()
+    if after != before:
+        soak.problems.append(f"the books are {after}, before the soak {before}")
+    soak.problems += [f"{name} is {after[name]}, not 0" for name in STAY_ZERO if after.get(name)]
+    if memory is None or memory_after is None:
+        print("memory not compared: not exactly one scheduler process on this machine")
+    else:
+        print(f"scheduler memory {memory >> 20} MiB before, {memory_after >> 20} MiB after")
+        if memory_after - memory > max(memory // 20, 64 << 20):
+            soak.problems.append("the scheduler's memory has grown beyond the bound")
+    for problem in soak.problems[:20]:
+        print(f"PROBLEM {problem}")
+    print(f"{dict(soak.seen)}; books {after}; {len(soak.problems)} problems; {time.monotonic() - start:.0f} s")
+    return 1 if soak.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
