@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "window floor ignored",
         _META,
-        "if floor is not None:",
-        "if floor is not None and False:",
+        "return first if floor is None else",
+        "return first if True else",
         f"{METADATA}::test_a_window_floor_cuts_the_window",
     ),
     Mutant(
