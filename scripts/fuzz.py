@@ -1,7 +1,7 @@
 """Differential fuzzing: random schedules against a real SGLang engine, each request against itself run alone.
 
-    scripts/fuzz.py --minutes 60 [--seed 7] [--exact]       draw and run; exit status 1 on a mismatch
-    scripts/fuzz.py --replay tests/conformance/schedules/*.json     run saved schedules
+    python scripts/fuzz.py --minutes 60 [--seed 7] [--exact]       draw and run; exit status 1 on a mismatch
+    python scripts/fuzz.py --replay tests/conformance/schedules/*.json     run saved schedules
 
 A request that ends must give the tokens that it gives alone while every margin between the best two log-probabilities
 is above 0.3; its log-probabilities stay within the golden bounds of the ones alone, or, where the tokens have parted

@@ -1,6 +1,6 @@
 """Small faults in pool, selection and metadata code, each of which some fast test must catch.
 
-    scripts/mutants.py [--only NAME ...] [--write]      --write makes tests/mutants.md from the result
+    python scripts/mutants.py [--only NAME ...] [--write]      --write makes tests/mutants.md from the result
 
 Each mutant is one replacement in a copy of the package, run in a folder of its own with its test. First every test
 named here must pass on a copy without a fault. Exit status 1 if a test does not, or a mutant survives.

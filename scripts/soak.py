@@ -1,6 +1,6 @@
 """Soak a running server: thousands of requests of mixed sizes, streams cut half-way, malformed requests.
 
-    scripts/soak.py http://127.0.0.1:30000 [--requests 2000] [--parallel 8] [--seed 1] [--vocabulary 1024]
+    python scripts/soak.py http://127.0.0.1:30000 [--requests 2000] [--parallel 8] [--seed 1] [--vocabulary 1024]
 
 The server runs with --enable-metrics, on this machine if its memory is to be compared. Before the soak every prompt is
 answered alone, on an empty cache; during it they come in any order, at once, whole or as a stream, and some streams are
