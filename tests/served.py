@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -84,13 +85,18 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "HF_HUB_OFFLINE": "1"} | extra
 
 
-def launch_arguments(
+def server_options(
     port: int, *arguments: str, model: Path = TINY, device: str = DEVICE, backend: str = "csa2"
 ) -> list[str]:
+    """Options of `launch_server`."""
     base = ["--attention-backend", backend, "--device", device, "--model-path", str(model), "--port", str(port)]
-    options = GPU_OPTIONS if device == "cuda" else []
+    return [*base, *(GPU_OPTIONS if device == "cuda" else []), *arguments]
+
+
+def launch_arguments(port: int, *arguments: str, **where: Any) -> list[str]:
+    """The command of a server; `where` as in `server_options`."""
     # Without the current folder on the path: the installed package is served.
-    return [sys.executable, "-P", "-m", "sglang.launch_server", *base, *options, *arguments]
+    return [sys.executable, "-P", "-m", "sglang.launch_server", *server_options(port, *arguments, **where)]
 
 
 @contextlib.contextmanager

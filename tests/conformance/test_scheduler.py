@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 import soak
-from served import MARGIN, launch_arguments, serve
+from served import MARGIN, serve, server_options
 
 from sglang_csa2 import plugin
 
@@ -196,8 +196,8 @@ def test_a_chunk_below_a_page_is_refused_at_start(tiny_model):
     from sglang.srt.server_args import prepare_server_args
 
     plugin.register()
-    arguments = launch_arguments(30000, "--chunked-prefill-size", "128", "--skip-tokenizer-init")
-    server_args = prepare_server_args(arguments[3:])
+    arguments = server_options(30000, "--chunked-prefill-size", "128", "--skip-tokenizer-init")
+    server_args = prepare_server_args(arguments)
     server_args.resolve_once()
     with pytest.raises(AssertionError, match="chunked_prefill_size must be divisible by page_size"):
         server_args.check_server_args()

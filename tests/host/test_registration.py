@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from harness import installed_host
-from served import TINY, environment, launch_arguments
+from served import TINY, environment, launch_arguments, server_options
 
 from sglang_csa2 import host, plugin
 
@@ -131,7 +131,7 @@ def test_a_draft_pool_stays_stock():
 @pytest.mark.server
 def test_an_unsupported_host_refuses_on_the_command_line_and_in_the_engine(tiny_model):
     unsupported = "import sglang_csa2.host as h; h.SUPPORTED_VERSIONS = ('9.9.9',)\n"
-    cli = launch_arguments(31999, "--skip-tokenizer-init")[3:]
+    cli = server_options(31999, "--skip-tokenizer-init")
     code = unsupported + f"import runpy, sys; sys.argv = ['launch_server', *{cli!r}]\n"
     code += "runpy.run_module('sglang.launch_server', run_name='__main__')"
     answer = run([sys.executable, "-c", code])
