@@ -55,8 +55,9 @@ def measure(url: str, context: int, batch: int, tokens: int) -> dict[str, float]
 
 
 def memory(log: str) -> dict[str, float]:
+    """What the server's log says; `available_bytes` is in GiB, as `python -m sglang_csa2 plan --kv-gib` takes it."""
     found = {}
-    for name in ("bytes_per_full_token", "max_total_num_tokens"):
+    for name in ("bytes_per_full_token", "available_bytes", "max_total_num_tokens"):
         match = re.search(rf"{name}=([\d.]+)", log)
         found[name] = float(match.group(1)) if match else float("nan")
     return found
