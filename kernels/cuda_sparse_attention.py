@@ -30,8 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_csa2.kernels.triton_records import INT_TYPES, check_rows
-from sglang_csa2.layout import MAIN_KV, SWA_KV
+from sglang_csa2.kernels.triton_sparse_attention import check_tensors
+from sglang_csa2.layout import SWA_KV
 
 SOURCE = Path(__file__).parent / "csrc" / "sparse_attention.cu"
 NVCC_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a")
@@ -196,26 +196,17 @@ def _check(
     main_slots: Tensor | None,
     attn_sink: Tensor,
 ) -> tuple[int, int, int, int]:
-    check_rows("q", q, (None, None, SWA_KV.dims), (torch.bfloat16,))
-    rows, heads, _ = q.shape
-    check_rows("attn_sink", attn_sink, (heads,), (torch.float32,))
-    check_rows("swa_cache", swa_cache, (None, SWA_KV.bytes), (torch.uint8,))
-    check_rows("swa_slots", swa_slots, (rows, None), INT_TYPES)
-    if (main_cache is None) != (main_slots is None):
-        raise ValueError("main_cache and main_slots go together: give both, or neither for an SWA-only layer")
-    if main_cache is not None:
-        check_rows("main_cache", main_cache, (None, MAIN_KV.bytes), (torch.uint8,))
-        check_rows("main_slots", main_slots, (rows, None), INT_TYPES)
+    sizes = check_tensors(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
         raise ValueError(f"q must start at and step by multiples of 16 bytes, got strides {q.stride()}: copy it first")
     for name, cache in (("swa_cache", swa_cache), ("main_cache", main_cache)):
-        if cache is not None and (not cache.is_contiguous() or cache.data_ptr() % 16):
+        if cache is not None and cache.data_ptr() % 16:
             raise ValueError(
-                f"{name} records must be adjacent and start at a multiple of 16 bytes, got strides {cache.stride()} "
-                f"at {cache.data_ptr():#x}: view the pool's buffer"
+                f"{name} records must start at a multiple of 16 bytes, got {cache.data_ptr():#x}: "
+                "view the pool's buffer"
             )
     tensors = (q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1 or q.device.type != "cuda":
         raise ValueError(f"every tensor must be on one CUDA device, got {sorted(map(str, devices))}: move them")
-    return rows, heads, swa_slots.shape[1], 0 if main_slots is None else main_slots.shape[1]
+    return sizes

@@ -105,6 +105,14 @@ def uses_inline_ptx() -> bool:
     return not triton.knobs.runtime.interpret
 
 
+def compute_capability(device: torch.device) -> int:
+    """A card's as one number, 90 for 9.0; 0 for the CPU, which is Triton's interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def check_rows(name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise unless `tensor` has `shape` (None: any size), one of `dtypes`, and unit stride in its last dim."""
     fits = tensor.ndim == len(shape) and all(

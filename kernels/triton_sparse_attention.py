@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_csa2.kernels.triton_gather import load_main_tile, load_swa_tile
-from sglang_csa2.kernels.triton_records import INT_TYPES, UNSHIFT, check_rows, uses_inline_ptx
+from sglang_csa2.kernels.triton_records import INT_TYPES, UNSHIFT, check_rows, compute_capability, uses_inline_ptx
 from sglang_csa2.layout import MAIN_KV, SWA_KV
 
 _LOG2_E = 1.4426950408889634
@@ -214,11 +214,11 @@ def sparse_attention(
     *,
     tile: Tile | None = None,
 ) -> Tensor:
-    rows, heads, window, topk = _check(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
+    rows, heads, window, topk = check_tensors(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
     out = torch.empty(rows, heads, SWA_KV.dims, dtype=torch.bfloat16, device=q.device)
     if not rows:
         return out
-    tile = tile or choose_tile(rows, heads, window + topk, _capability(q.device))
+    tile = tile or choose_tile(rows, heads, window + topk, compute_capability(q.device))
     window_blocks, main_blocks = triton.cdiv(window, tile.keys), triton.cdiv(topk, tile.keys)
     partial, peaks = out, out
     if tile.splits > 1:
@@ -257,14 +257,7 @@ def sparse_attention(
     return out
 
 
-def _capability(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def _check(
+def check_tensors(
     q: Tensor,
     swa_cache: Tensor,
     swa_slots: Tensor,
@@ -272,6 +265,7 @@ def _check(
     main_slots: Tensor | None,
     attn_sink: Tensor,
 ) -> tuple[int, int, int, int]:
+    """Raise unless the tensors keep the contract; -> rows, heads, window, Top-K. Shared with the CUDA C++ form."""
     check_rows("q", q, (None, None, SWA_KV.dims), (torch.bfloat16,))
     rows, heads, _ = q.shape
     check_rows("attn_sink", attn_sink, (heads,), (torch.float32,))

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "kernels"))
 import kernel_cases as cases
+from graph_timing import copy_rate, median_us, medians_us
 
 from sglang_csa2.kernels import cuda_sparse_attention, triton_sparse_attention
 from sglang_csa2.kernels.cuda_sparse_attention import Tile
@@ -39,45 +38,6 @@ ROTATION = 8
 # V4 records round keys to other grids: their outputs differ by 2 % (relative, over all elements).
 PEER_DIFFERENCE = 0.05
 _V4_PAGE = 64
-
-
-def graph_of(calls: list[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
-
-
-def replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1000 / calls
-
-
-def median_us(columns: dict[str, list[Callable[[], object]]], rounds: int = 15) -> dict[str, float]:
-    """Median time of one call of each column; the columns' replays alternate, so that drift meets all of them."""
-    graphs = {name: graph_of(calls) for name, calls in columns.items()}
-    times = {name: [] for name in columns}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            times[name].append(replay_us(graph, len(columns[name])))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def copy_rate() -> float:
-    """Bytes per microsecond, read and written, of a large device copy."""
-    source = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_us({"copy": [lambda: target.copy_(source)] * 2}, 5)["copy"]
 
 
 def encode_v4(keys: torch.Tensor) -> torch.Tensor:
@@ -213,7 +173,7 @@ def bench_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[d
                 print(f"  heads {heads:3} rows {rows:4}  OUTPUTS DISAGREE, not timed: {problem}", flush=True)
                 agreed = False
                 continue
-            times = median_us(columns)
+            times = medians_us(columns)
             tile = cuda_sparse_attention.choose_tile(rows, heads, WINDOW + TOPK, 132)
             result = {"heads": heads, "rows": rows, **times, "floor_us": case.bytes / rate, "tile": tuple(tile)}
             result["tflops"] = case.flops / times["cuda"] / 1e6
@@ -254,11 +214,11 @@ def sweep_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[d
                     error = cases.relative_error(calls[0]()[: len(exact)], exact)
                     if not error <= cases.SLACK * bound:
                         raise ValueError(f"error {error:.2e}, allowed {cases.SLACK * bound:.2e}")
-                    found.append((median_us({"": calls}, 5)[""], tuple(tile)))
+                    found.append((median_us(calls, 5), tuple(tile)))
                 except Exception as problem:
                     print(f"failed: {tile}: {str(problem)[:100]}", flush=True)
                     agreed = False
-            peer = median_us({"": case.peer_calls()}, 5)[""] if flash_mla and heads <= 64 else float("nan")
+            peer = median_us(case.peer_calls(), 5) if flash_mla and heads <= 64 else float("nan")
             found.sort()
             results.append({"heads": heads, "rows": rows, "flashmla": peer, "tiles": found})
             best = " ".join(f"{time:.1f}{tile}" for time, tile in found[:8])

@@ -9,9 +9,7 @@ candidate tiles. Beside each time stands the floor: the bytes a kernel must move
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "kernels"))
 import kernel_cases as cases
+from graph_timing import copy_rate, median_us
 
 from sglang_csa2.kernels import triton_index_scores as scores
 from sglang_csa2.kernels import triton_pool_pairs as pool
@@ -30,35 +29,6 @@ from sglang_csa2.layout import INDEX_K, MAIN_KV, SWA_KV
 
 DEVICE = torch.device("cuda")
 SCALE = 512**-0.5
-
-
-def median_us(calls: list[Callable[[], object]], replays: int = 15) -> float:
-    """Median time of one call, the calls captured in one graph."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for _ in range(2):
-        graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
-
-
-def copy_rate() -> float:
-    """Bytes per microsecond, read and written, of a large device copy."""
-    source = torch.randint(0, 256, (2 << 30,), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_us([lambda: target.copy_(source)] * 2)
 
 
 class Attention:

@@ -89,14 +89,16 @@ class CudaIndexer(Indexer):
         topk, pool_blocks = self.config.index_topk, self.config.candidate_topk_blocks
         # One place of the pool is the newest block's.
         pool_serves_both = publishes and pool_blocks > topk
+        selections = ([] if pool_serves_both else [topk]) + ([pool_blocks] if publishes else [])
+        # Rows whose blocks all fit every selection need no maxima.
+        skip = min(selections) * scoring.BLOCK_ENTRIES
         visible = meta.ratios[layer.ratio].visible[tile.rows]
         width = _round_up(tile.longest // layer.ratio)
-        fewest = pool_blocks if pool_serves_both else min(topk, pool_blocks) if publishes else topk
         if tile.request is None:
             scan, requests = scoring.block_maxima, meta.requests[tile.rows]
         else:
             scan, requests = scoring.block_maxima_prefill, tile.request
-        maxima = scan(*part, requests, visible, layer.ratio, width, skip=fewest * scoring.BLOCK_ENTRIES)
+        maxima = scan(*part, requests, visible, layer.ratio, width, skip=skip)
         pool = selecting.best_blocks(*maxima, visible, pool_blocks, keep_newest=True) if publishes else None
         if pool_serves_both:
             return pool, pool

@@ -111,10 +111,12 @@ class TritonOps:
     def __init__(self):
         # Here and not at the top: a machine without a GPU need not have Triton.
         from sglang_csa2.kernels import triton_gather, triton_pool_pairs, triton_sparse_attention, triton_store
+        from sglang_csa2.kernels.triton_records import compute_capability
 
         self._pairs, self._attention, self._store = triton_pool_pairs, triton_sparse_attention, triton_store
         self.gather_swa_kv, self.gather_main_kv = triton_gather.gather_swa_kv, triton_gather.gather_main_kv
-        missing = flash_mla_prefill.missing(_capability())
+        card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        missing = flash_mla_prefill.missing(compute_capability(card))
         self.sparse_prefill = None if missing else flash_mla_prefill.sparse_prefill
         self.prefill_route = (
             f"triton over packed records ({missing})"
@@ -169,14 +171,6 @@ class TritonOps:
 
     def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale) -> Tensor:
         return self._attention.sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
-
-
-def _capability() -> int:
-    """Compute capability of this process's card as an integer, 90 for 9.0; 0 in Triton's interpreter."""
-    if not torch.cuda.is_available():
-        return 0
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
 
 
 _ROUTES: dict[str, type[Ops]] = {"cpu": TorchOps, "cuda": TritonOps}

@@ -42,6 +42,14 @@ class _Part(NamedTuple):
     base: Tensor
 
 
+class _Main(NamedTuple):
+    """Main KV of one ratio: slots int64 [n] to gather, `_Part.base`, lengths int32 [rows] to look at in `merged`."""
+
+    slots: Tensor
+    base: Tensor
+    lengths: Tensor
+
+
 class Workspace:
     """See the module.
 
@@ -65,7 +73,7 @@ class Workspace:
         self.merged = self._table(self.window + topk)
         self.merged[:, : self.window] = self.windows[:, : self.window]
         self.mains = {ratio: self._main(ratio) for ratio in meta.ratios}
-        keys = len(self.swa_slots) + max(len(slots) for slots, _ in self.mains.values())
+        keys = len(self.swa_slots) + max(len(main.slots) for main in self.mains.values())
         self.kv = torch.empty(keys, 512, dtype=torch.bfloat16, device=first.device)
 
     @staticmethod
@@ -92,7 +100,7 @@ class Workspace:
         self.ops.gather_swa_kv(swa_cache, self.swa_slots, self.kv[:begin])
         if topk is None:
             return self.ops.sparse_prefill(q, self.kv[:begin], self.windows, None, attn_sink, scale)
-        slots, base = self.mains[layer.ratio]
+        slots, base, lengths = self.mains[layer.ratio]
         end = begin + len(slots)
         if not (self.reuse and self.kept_source == layer.kv_source):
             self.ops.gather_main_kv(main_cache, slots, self.kv[begin:end])
@@ -102,15 +110,16 @@ class Workspace:
             chosen = self.merged[:, self.window : self.window + self.topk]
             chosen.copy_(listed.masked_fill(topk.positions < 0, -1))
             self.kept_choice = layer.index_source
-        # A row's chosen entries come first in their columns: what is past them need not be looked at.
-        lengths = self.meta.ratios[layer.ratio].visible.clamp(max=self.topk) + self.window
-        return self.ops.sparse_prefill(q, self.kv[:end], self.merged, lengths.int(), attn_sink, scale)
+        return self.ops.sparse_prefill(q, self.kv[:end], self.merged, lengths, attn_sink, scale)
 
-    def _main(self, ratio: int) -> tuple[Tensor, Tensor]:
-        """Slots int64 [n] of every entry of the batch's requests, and `_Part.base`."""
+    def _main(self, ratio: int) -> _Main:
+        """Every entry of the batch's requests."""
         entries = self.meta.layout.seq_lens // ratio
         part = self._part(entries, torch.zeros_like(entries))
-        return self.meta.tables.compressed_slots(part.requests, part.places, ratio), part.base
+        slots = self.meta.tables.compressed_slots(part.requests, part.places, ratio)
+        # A row's chosen entries come first in their columns: what is past them need not be looked at.
+        lengths = self.meta.ratios[ratio].visible.clamp(max=self.topk) + self.window
+        return _Main(slots, part.base, lengths.int())
 
     def _part(self, ends: Tensor, firsts: Tensor) -> _Part:
         """Places `firsts` to `ends` of each request that has rows; int64 [batch] on the host both."""

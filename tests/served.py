@@ -23,7 +23,6 @@ import requests
 REPOSITORY = Path(__file__).parents[1]
 TINY = REPOSITORY / "configs" / "tiny-dsv41"
 GOLDEN = REPOSITORY / "tests" / "golden" / "data"
-TINY_64H = REPOSITORY / "configs" / "tiny-dsv41-64h"
 DEVICE = os.environ.get("CSA2_TEST_DEVICE", "cpu")
 # On a GPU the host's first start compiles for minutes.
 START_SECONDS = {"cpu": 300, "cuda": 580}

@@ -68,7 +68,7 @@ def compiling_for(capability):
     try:
         with (
             mock.patch.object(JITFunction, "run", compile_only),
-            mock.patch.object(triton_sparse_attention, "_capability", lambda device: capability),
+            mock.patch.object(triton_sparse_attention, "compute_capability", lambda device: capability),
         ):
             yield compiled
     finally:

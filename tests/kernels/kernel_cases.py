@@ -14,7 +14,15 @@ from sglang_csa2.kernels.records import (
     encode_main_kv,
     encode_swa_kv,
 )
-from sglang_csa2.layout import INDEX_K, INDEX_PAGE_BYTES, INDEX_PAGE_SCALE_OFFSET, INDEX_PAGE_SLOTS, PAGE_TOKENS
+from sglang_csa2.layout import (
+    INDEX_K,
+    INDEX_PAGE_BYTES,
+    INDEX_PAGE_SCALE_OFFSET,
+    INDEX_PAGE_SLOTS,
+    MAIN_KV,
+    PAGE_TOKENS,
+    SWA_KV,
+)
 
 SLACK = 1.5
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -88,6 +96,35 @@ def attention_case(rows, heads, device, *, window=128, topk=512, absent=0.0, slo
     swa[slots - 100 :] = 255
     main[slots - 100 :] = 255
     return q, swa, swa_slots, main, main_slots, torch.randn(heads, device=device)
+
+
+def absent_keys_case(rows, heads, device):
+    """Rows with no key, with one, with no window, with a tail of no keys; a slot that is not read holds anything."""
+    q, swa, swa_slots, main, main_slots, sink = attention_case(rows, heads, device)
+    swa_slots[0], main_slots[0] = -1, -1
+    swa_slots[1, 1:], main_slots[1] = -1, -1
+    swa_slots[2], main_slots[2, :300] = -1, -1
+    main_slots[3, 77:] = -1
+    swa[-1], main[-1] = 255, 255
+    return q, swa, swa_slots, main, main_slots, sink
+
+
+def strided_q_case(device):
+    q, *rest = attention_case(3, 8, device)
+    wide = torch.randn(3, 16, 1024, device=device).bfloat16()
+    wide[:, :8, :512] = q
+    return wide[:, :8, :512], *rest
+
+
+def distant_slots_case(device):
+    """Slots whose bytes lie past 2^31 in both caches."""
+    q, swa, swa_slots, main, main_slots, sink = attention_case(2, 64, device)
+    big_swa = torch.empty(2**31 // SWA_KV.bytes + 2000, SWA_KV.bytes, dtype=torch.uint8, device=device)
+    big_main = torch.empty(2**31 // MAIN_KV.bytes + 2000, MAIN_KV.bytes, dtype=torch.uint8, device=device)
+    big_swa[-len(swa) :], big_main[-len(main) :] = swa, main
+    swa_slots = swa_slots + len(big_swa) - len(swa)
+    main_slots = main_slots + len(big_main) - len(main)
+    return q, big_swa, swa_slots, big_main, main_slots, sink
 
 
 def eager_attention(q, keys, none, sink, dtype):

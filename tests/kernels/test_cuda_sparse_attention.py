@@ -6,7 +6,6 @@ import torch
 
 from sglang_csa2.kernels import cuda_sparse_attention as kernels
 from sglang_csa2.kernels.cuda_sparse_attention import Tile, choose_tile
-from sglang_csa2.layout import MAIN_KV, SWA_KV
 
 SCALE = cases.ATTENTION_SCALE
 
@@ -77,14 +76,7 @@ def test_swa_only(heads, device):
 @pytest.mark.parametrize("heads", [4, 16, 32, 64])
 @pytest.mark.parametrize("rows", [4, 65, 200])
 def test_absent_keys(rows, heads, device):
-    q, swa, swa_slots, main, main_slots, sink = cases.attention_case(rows, heads, device)
-    swa_slots[0], main_slots[0] = -1, -1
-    swa_slots[1, 1:], main_slots[1] = -1, -1
-    swa_slots[2], main_slots[2, :300] = -1, -1
-    main_slots[3, 77:] = -1
-    # A slot that is not read may hold anything.
-    swa[-1], main[-1] = 255, 255
-    _check(q, swa, swa_slots, main, main_slots, sink)
+    _check(*cases.absent_keys_case(rows, heads, device))
 
 
 @pytest.mark.parametrize("sink", [-1e4, -30.0, 30.0])
@@ -102,20 +94,11 @@ def test_scores_that_grow(heads, device):
 
 
 def test_strided_q(device):
-    q, *rest = cases.attention_case(3, 8, device)
-    wide = torch.randn(3, 16, 1024, device=device).bfloat16()
-    wide[:, :8, :512] = q
-    _check(wide[:, :8, :512], *rest)
+    _check(*cases.strided_q_case(device))
 
 
 def test_slots_past_two_gib(device):
-    q, swa, swa_slots, main, main_slots, sink = cases.attention_case(2, 64, device)
-    big_swa = torch.empty(2**31 // SWA_KV.bytes + 2000, SWA_KV.bytes, dtype=torch.uint8, device=device)
-    big_main = torch.empty(2**31 // MAIN_KV.bytes + 2000, MAIN_KV.bytes, dtype=torch.uint8, device=device)
-    big_swa[-len(swa) :], big_main[-len(main) :] = swa, main
-    swa_slots = swa_slots + len(big_swa) - len(swa)
-    main_slots = main_slots + len(big_main) - len(main)
-    _check(q, big_swa, swa_slots, big_main, main_slots, sink)
+    _check(*cases.distant_slots_case(device))
 
 
 @pytest.mark.parametrize("rows", [2, 200])
