@@ -11,7 +11,7 @@ nothing, a row without keys gives zeros, any number of heads. Products are bf16 
 denominator fp32, P is rounded to bf16 for the product with V, as in the published code.
 
 How it works is told in `csrc/sparse_attention.cu`. One launch, whose grid follows from host numbers only, so a CUDA
-graph can hold it; no scratch. The source is built with nvcc at first use (`build`) and loaded through its C interface.
+graph can hold it; no scratch. The source is built with nvcc at first use (cuda_build.py).
 `triton_sparse_attention.py` is the portable form.
 """
 
@@ -19,22 +19,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sglang_csa2.kernels import cuda_build
 from sglang_csa2.kernels.triton_sparse_attention import check_tensors
 from sglang_csa2.layout import SWA_KV
 
-SOURCE = Path(__file__).parent / "csrc" / "sparse_attention.cu"
-NVCC_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a")
+SOURCE = cuda_build.SOURCES / "sparse_attention.cu"
 _TILE_KEYS = 64
 
 
@@ -78,12 +72,12 @@ def sparse_attention(
     out = torch.empty(rows, heads, SWA_KV.dims, dtype=torch.bfloat16, device=q.device)
     if not rows:
         return out
-    multiprocessors = _multiprocessors(q.device)
+    multiprocessors = cuda_build.multiprocessors(q.device)
     tile = tile or choose_tile(rows, heads, window + topk, multiprocessors)
     with torch.cuda.device(q.device):
         stream = torch.cuda.current_stream().cuda_stream
         tensors = (q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
-        status = call(_library(), *tensors, out, scale, tile, multiprocessors, stream)
+        status = call(library(), *tensors, out, scale, tile, multiprocessors, stream)
     if status:
         raise RuntimeError(f"sparse_attention did not launch with {tile} for {rows} rows: CUDA error {status}")
     return out
@@ -131,61 +125,22 @@ def _cache_arguments(cache: Tensor | None, slots: Tensor | None) -> tuple[int, i
     return cache.data_ptr(), slots.data_ptr(), slots.stride(0), slots.dtype == torch.int64
 
 
-def build(folder: Path | None = None) -> Path:
-    """The compiled library, built where it is missing: one per source and flags, in the user's cache."""
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(NVCC_FLAGS).encode()).hexdigest()[:16]
-    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-csa2"
-    library = folder / f"sparse_attention-{key}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        target = Path(scratch) / library.name
-        command = [find_nvcc(), *NVCC_FLAGS, "-shared", "-Xcompiler", "-fPIC", "-o", str(target), str(SOURCE)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")
-        # In one step: processes that build at once agree on a whole file.
-        target.replace(library)
-    return library
-
-
-def find_nvcc() -> str:
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")] + ["/usr/local/cuda"]
-    found = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes if home]
-    nvcc = next((path for path in [*found, shutil.which("nvcc")] if path), None)
-    if nvcc is None:
-        raise RuntimeError(
-            "the CUDA C++ attention kernel needs nvcc (CUDA 12.3 or later), and none is in CUDA_HOME, /usr/local/cuda "
-            "or PATH: install the CUDA toolkit, or use triton_sparse_attention"
-        )
-    return nvcc
+# The arguments of the C interface.
+FUNCTIONS = {
+    "csa2_sparse_attention": [
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int) * 2,
+        *(ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_float),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+    ]
+}
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    return load(build())
-
-
-def load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    pointer, long, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    q, cache = (pointer, long, long), (pointer, pointer, long, number)
-    sizes, tile = (number, number, number, number, ctypes.c_float), (number, number, number)
-    library.csa2_sparse_attention.argtypes = [*q, *cache, *cache, pointer, pointer, *sizes, *tile, pointer]
-    library.csa2_sparse_attention.restype = number
-    return library
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    if properties.major != 9:
-        raise RuntimeError(
-            f"the CUDA C++ attention kernel is built for Hopper (compute capability 9.0), and {properties.name} has "
-            f"{properties.major}.{properties.minor}: use triton_sparse_attention"
-        )
-    return properties.multi_processor_count
+def library() -> ctypes.CDLL:
+    """The kernel, built where it is missing."""
+    return cuda_build.load(SOURCE, FUNCTIONS)
 
 
 def _check(

@@ -1,4 +1,4 @@
-// Stands in for the PTX, wgmma and launch sections of sparse_attention.cu, so that the rest runs on a CPU.
+// Stands in for ptx.cuh and the launch section of sparse_attention.cu, so that the rest runs on a CPU.
 //
 // Every thread of a cluster is a fiber; what threads do together (barriers, shuffles, matrix instructions) are gates
 // where fibers wait for each other. The order of fibers follows EMULATION_SEED, so that a missing barrier has a chance

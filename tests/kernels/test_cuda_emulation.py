@@ -1,5 +1,6 @@
 """The CUDA C++ attention on the CPU: its source, with threads as fibers and PTX emulated (`cuda_emulation.h`)."""
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ import kernel_cases as cases
 import pytest
 import torch
 
+from sglang_csa2.kernels import cuda_build
 from sglang_csa2.kernels import cuda_sparse_attention as kernels
 from sglang_csa2.kernels.cuda_sparse_attention import Tile
 
@@ -44,12 +46,13 @@ def _host_source():
     text = []
     for heading, body in _sections(kernels.SOURCE.read_text()):
         if heading == "":
-            includes = "#include <cuda_bf16.h>\n#include <cuda_runtime.h>\n"
-            assert includes in body
-            text.append(body.replace(includes, '#include "cuda_emulation.h"\n'))
+            include = '#include "records.cuh"\n'
+            assert include in body
+            records = (cuda_build.SOURCES / "records.cuh").read_text().replace('#include "ptx.cuh"\n', "")
+            text.append(body.replace(include, '#include "cuda_emulation.h"\n' + records.replace("#pragma once", "")))
         elif heading == "Launch":
             text.append(_LAUNCH)
-        elif heading not in ("PTX", "wgmma"):
+        else:
             text.append(body)
     memory = "extern __shared__ __align__(1024) uint8_t memory[];"
     source = "\n".join(text)
@@ -65,7 +68,7 @@ def library(tmp_path_factory):
     command = [CXX, "-O2", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{here}", "-o", "kernel.so", "kernel.cpp"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[:3000]
-    return kernels.load(folder / "kernel.so")
+    return cuda_build.declare(ctypes.CDLL(str(folder / "kernel.so")), kernels.FUNCTIONS)
 
 
 def _case(rows, heads, **options):

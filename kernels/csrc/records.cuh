@@ -1,0 +1,40 @@
+// Packed records (layout.py) to bf16, in registers.
+
+#pragma once
+
+#include "ptx.cuh"
+
+// Eight e2m1 of a word -> 16 bytes of the tile. One multiplication puts a nibble `s ee m` twice, its sign on bit 15 and
+// its magnitude on bits 8-6, which is the value times 2^-126; the bf16 product with `scale` undoes that.
+__device__ __forceinline__ void decode_e2m1(uint32_t word, uint32_t scale, uint32_t address) {
+  constexpr uint32_t kKeep = 0x81C081C0u;
+  const uint32_t high = word >> 8;
+  const uint32_t a = ((word & 0x000F000Fu) * 0x1040u) & kKeep;
+  const uint32_t b = ((word & 0x00F000F0u) * 0x0104u) & kKeep;
+  const uint32_t c = ((high & 0x000F000Fu) * 0x1040u) & kKeep;
+  const uint32_t d = ((high & 0x00F000F0u) * 0x0104u) & kKeep;
+  store_shared(address, mul_bf16x2(a, scale), mul_bf16x2(b, scale), mul_bf16x2(c, scale), mul_bf16x2(d, scale));
+}
+
+// Eight e4m3 of two words -> 16 bytes of the tile: `s eeee mmm` moves to bits 15 and 10-4, the value times 2^-120.
+__device__ __forceinline__ void decode_e4m3(uint32_t low, uint32_t high, uint32_t scale, uint32_t address) {
+  const uint32_t first = prmt(low, high, 0x5410);   // dims 0 1, 4 5
+  const uint32_t second = prmt(low, high, 0x7632);  // dims 2 3, 6 7
+  const uint32_t a = ((first << 8) & 0x80008000u) | ((first << 4) & 0x07F007F0u);
+  const uint32_t b = (first & 0x80008000u) | ((first >> 4) & 0x07F007F0u);
+  const uint32_t c = ((second << 8) & 0x80008000u) | ((second << 4) & 0x07F007F0u);
+  const uint32_t d = (second & 0x80008000u) | ((second >> 4) & 0x07F007F0u);
+  store_shared(address, mul_bf16x2(a, scale), mul_bf16x2(b, scale), mul_bf16x2(c, scale), mul_bf16x2(d, scale));
+}
+
+// Two e4m3 scales (low 16 bits) -> bf16x2 of both, times 2^(126 - 16): 2^230 in two steps, each within bf16.
+__device__ __forceinline__ uint32_t e4m3_scales(uint32_t pair) {
+  constexpr uint32_t kStep = 0x79007900u;  // 2^115
+  const uint32_t moved = (prmt(pair, 0, 0x4140) << 4) & 0x07F007F0u;
+  return mul_bf16x2(mul_bf16x2(moved, kStep), kStep);
+}
+
+// A ue8m0 scale (low byte) -> bf16x2, times 2^(120 - 16).
+__device__ __forceinline__ uint32_t ue8m0_scale(uint32_t byte) {
+  return min((byte & 0xFFu) + 104u, 254u) * 0x00800080u;
+}
