@@ -61,7 +61,10 @@ __device__ __forceinline__ uint32_t load_pair_if(bool wanted, const uint8_t* p) 
   return v;
 }
 
-__device__ __forceinline__ void prefetch(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// To L2; address and size are multiples of 16 bytes.
+__device__ __forceinline__ void prefetch_bulk(const uint8_t* p, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");

@@ -8,7 +8,8 @@
 // 64 dims, each [64 keys][128 bytes] with the 128-byte swizzle that wgmma and ldmatrix read without bank conflicts.
 //
 // Order of dims. In every aligned group of 8 dims the tile, Q and O hold 0 4 1 5 2 6 3 7, the order in which nibbles
-// fall out of a 32-bit word in pairs. Q is permuted as it is loaded, O as it is stored.
+// fall out of a 32-bit word in pairs; in odd panels the groups of 8 are in the order of `place`. Q is permuted as it is
+// loaded, O as it is stored.
 //
 // Scale. Decoded values carry a factor 2^-16 (an e4m3 scale times the 2^126 that e2m1 bits need would overflow bf16);
 // scores and outputs are multiplied by 2^16. Both steps are exact.
@@ -35,6 +36,7 @@ constexpr int kMainBytes = 288;  // 512 e2m1 in 256 bytes, then 32 e4m3, one per
 constexpr int kConsumers = 256;  // threads of the two warpgroups that multiply
 constexpr int kProducers = 256;  // threads of the two that gather and decode
 constexpr int kMaxSplits = 16;
+constexpr int kAhead = 1;        // tiles between a record's way to L2 and its way to registers
 constexpr float kUnshift = 65536.0f;
 constexpr float kLog2E = 1.4426950408889634f;
 // A finite start keeps a row without keys at exp2(-inf) = 0 rather than NaN.
@@ -62,118 +64,138 @@ struct Params {
   float scale_log2;  // softmax scale * log2(e) * 2^16
 };
 
+// Where a panel holds its `chunk`-th 8 dims; its own inverse. Four lanes that decode neighbouring pieces of a key, of 32
+// dims or of 16, then store to as many different banks.
+__device__ __forceinline__ int place(int panel, int chunk) { return chunk ^ ((panel & 1) * 2); }
+
 // ---- Gather ---------------------------------------------------------------------------------------------------------
 
-// Brings tiles of 64 keys in, eight warps with eight keys each. Four lanes share a key: of every 64 bytes of its record
-// each loads 16. In a store's quarter-warp the keys differ and the dims agree, so that the swizzle spreads the lanes
-// over all banks. A register that was decoded is loaded again at once, for the next tile; the records of the tile after
-// that are on their way to L2, and its successor's slots to registers.
+// Brings tiles of 64 keys in, eight warps with eight keys each. Four neighbouring lanes share a key: of every 64 bytes of
+// its record each loads 16, so that the eight lanes that the hardware serves at a time ask for two lines and not eight
+// (which took as long as the decoding). A register that was decoded is loaded again at once, for the next tile; the
+// records of the tiles after that are on their way to L2, and their successors' slots to registers.
 struct Gather {
   const Params& params;
   const int step;  // from one row of this block to the next
   const int first, last;
   int row, tile;  // the next slots to load
   const int block, key, quarter;
-  bool swa, next_swa, ahead_swa;  // the kinds of records in `raw`, under `next`, of `ahead`
-  bool exists, next_exists;       // this lane's key
-  int ahead;                       // slot
-  const uint8_t* next;
+  const uint8_t* next;    // this lane's record in the tile after that in `raw`
+  int slots[kAhead + 1];  // of the tiles after `next`; the last one's record has not been sent for
+  uint32_t kinds;         // which tiles are the window's, a bit each: in `raw`, under `next`, of slots
+  uint32_t held;          // whether this lane's key exists, a bit each: in `raw`, under `next`
   uint4 raw[8];
-  uint32_t scales[4];
+  uint4 scales;
 
   __device__ __forceinline__ Gather(const Params& p, int row, int step, int first, int last, int warp, int lane)
-      : params(p), step(step), first(first), last(last), row(row), tile(first), block(warp), key(lane & 7),
-        quarter(lane >> 3) {
-    load_slot();
+      : params(p), step(step), first(first), last(last), row(row), tile(first), block(warp), key(lane >> 2),
+        quarter(lane & 3), kinds(0), held(0) {
+#pragma unroll
+    for (int i = 0; i <= kAhead; ++i) load_slot(i);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) send_for(i);
     advance();
 #pragma unroll
     for (int i = 0; i < 8; ++i) reload(i);
     reload_scales();
-    swa = next_swa, exists = next_exists;
     advance();
   }
 
+  __device__ __forceinline__ bool swa() const { return kinds & 1; }
+  __device__ __forceinline__ bool next_swa() const { return kinds & 2; }
+  __device__ __forceinline__ bool exists() const { return held & 1; }
+  __device__ __forceinline__ bool next_exists() const { return held & 2; }
+
   // A slot's low word: int64 slots are little-endian, and no pool has 2^31.
-  __device__ __forceinline__ void load_slot() {
-    ahead_swa = tile < params.swa_tiles;
-    const int width = ahead_swa ? params.window : params.topk;
-    const int wide = ahead_swa ? params.swa_wide : params.main_wide;
-    const void* table = ahead_swa ? params.swa_slots : params.main_slots;
-    const int64_t start = row * (ahead_swa ? params.swa_row : params.main_row);
-    const int column = (ahead_swa ? tile : tile - params.swa_tiles) * kTileKeys + block * 8 + key;
-    ahead = -1;
+  __device__ __forceinline__ void load_slot(int i) {
+    const bool window = tile < params.swa_tiles;
+    const int width = window ? params.window : params.topk;
+    const int wide = window ? params.swa_wide : params.main_wide;
+    const void* table = window ? params.swa_slots : params.main_slots;
+    const int64_t start = row * (window ? params.swa_row : params.main_row);
+    const int column = (window ? tile : tile - params.swa_tiles) * kTileKeys + block * 8 + key;
+    slots[i] = -1;
     if (row < params.rows && tile < last && column < width) {
-      ahead = __ldg(static_cast<const int*>(table) + ((start + column) << wide));
+      slots[i] = __ldg(static_cast<const int*>(table) + ((start + column) << wide));
     }
+    kinds |= uint32_t{window} << (i + 2);
     if (++tile >= last) row += step, tile = first;
   }
 
-  // `ahead` becomes `next`: its record goes to L2, and the slot after it is loaded.
+  __device__ __forceinline__ const uint8_t* record(int slot, bool window) const {
+    return window ? params.swa + int64_t{slot} * kSwaBytes : params.main + int64_t{slot} * kMainBytes;
+  }
+
+  __device__ __forceinline__ void send_for(int i) const {
+    const bool window = kinds >> (i + 2) & 1;
+    if (slots[i] >= 0 && quarter == 0) prefetch_bulk(record(slots[i], window), window ? kSwaBytes : kMainBytes);
+  }
+
+  // The first of the slots become `next`; the record of the last one is sent for, and the slot after it is loaded.
   __device__ __forceinline__ void advance() {
-    next_swa = ahead_swa, next_exists = ahead >= 0;
-    const int64_t slot = ahead;
-    next = next_swa ? params.swa + slot * kSwaBytes : params.main + slot * kMainBytes;
-    if (next_exists) {
-      if (next_swa) {
+    send_for(kAhead);
+    kinds >>= 1, held = held >> 1 | (slots[0] >= 0 ? 2 : 0);
+    next = record(slots[0], next_swa());
 #pragma unroll
-        for (int i = 0; i < 4; ++i) prefetch(next + (quarter * 4 + i) * 32);
-        prefetch(next + kDims);
-      } else if (quarter < 3) {
-#pragma unroll
-        for (int i = 0; i < 3; ++i) prefetch(next + (quarter * 3 + i) * 32);
-      }
-    }
-    load_slot();
+    for (int i = 0; i < kAhead; ++i) slots[i] = slots[i + 1];
+    load_slot(kAhead);
   }
 
+  // Four of data and, of a window record, four more. Of a main record the fifth is the second half of its scales.
   __device__ __forceinline__ void reload(int i) {
-    raw[i] = load_if(next_exists && (i < 4 || next_swa), next + 64 * i + 16 * quarter);
+    const int at = i < 4 || next_swa() ? 64 * i + 16 * quarter : kDims / 2 + 16;
+    raw[i] = load_if(next_exists() && (i <= 4 || next_swa()), next + at);
   }
 
+  // All four lanes load all of a key's scales: 16 bytes of a window record, 32 of a main one.
   __device__ __forceinline__ void reload_scales() {
-    if (next_swa) {
-      const uint4 s = load_if(next_exists, next + kDims);
-      scales[0] = s.x, scales[1] = s.y, scales[2] = s.z, scales[3] = s.w;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scales[i] = load_pair_if(next_exists, next + kDims / 2 + 8 * i + 2 * quarter);
-    }
+    scales = load_if(next_exists(), next + (next_swa() ? kDims : kDims / 2));
   }
 
   // Decodes this warp's keys into the tile at `base` and brings the next tile's in.
   __device__ __forceinline__ void decode(uint32_t base) {
+    // A chunk's place is an exclusive or of what the lane and what the loop says, and rows are 128 bytes.
     const uint32_t row = base + (block * 8 + key) * 128;
-    if (swa) {
+    if (swa()) {
+      // This lane's eight scales, a byte each; their registers are needed first of all for the next tile.
+      const uint32_t pick = quarter & 2 ? 0x7531 : 0x6420;
+      const uint32_t picked[2] = {prmt(scales.x, scales.y, pick), prmt(scales.z, scales.w, pick)};
+      reload_scales();
+      const uint32_t at = row + ((2 * quarter) ^ key) * 16;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {  // panel i: 16 dims from 16 * quarter on
-        const uint32_t scale = ue8m0_scale(here(scales[i / 2]) >> (16 * (i % 2) + 8 * (quarter >> 1)));
+        const uint32_t scale = ue8m0_scale(here(picked[i / 4]) >> (8 * (i % 4)));
         const uint4 v = raw[i];
-        decode_e4m3(v.x, v.y, scale, row + i * kPanelBytes + ((2 * quarter) ^ key) * 16);
-        decode_e4m3(v.z, v.w, scale, row + i * kPanelBytes + ((2 * quarter + 1) ^ key) * 16);
-        reload(i);
+        decode_e4m3(v.x, v.y, scale, (at ^ place(i, 0) * 16) + i * kPanelBytes);
+        decode_e4m3(v.z, v.w, scale, (at ^ place(i, 1) * 16) + i * kPanelBytes);
+        if (i <= 4 || next_swa()) reload(i);
       }
     } else {
-      const uint32_t panel = row + (quarter >> 1) * kPanelBytes;
-      const int chunk = (quarter & 1) * 4;
+      // This lane's four pairs of scales.
+      const uint32_t pick = quarter & 1 ? 0x7632 : 0x5410;
+      const uint32_t picked[2] = {
+          quarter & 2 ? prmt(scales.y, scales.w, pick) : prmt(scales.x, scales.z, pick),
+          quarter & 2 ? prmt(raw[4].y, raw[4].w, pick) : prmt(raw[4].x, raw[4].z, pick)};
+      reload_scales();
+      reload(4);
+      const int panel = quarter >> 1, chunk = (quarter & 1) * 4;
+      const uint32_t at = row + panel * kPanelBytes + (place(panel, chunk) ^ key) * 16;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // panel 2 * i + quarter / 2: 32 dims from 32 * (quarter % 2) on
-        const uint32_t pair = e4m3_scales(scales[i]);
+        const uint32_t pair = e4m3_scales(here(picked[i / 2]) >> (16 * (i % 2)));
         const uint32_t low = prmt(pair, pair, 0x1010), high = prmt(pair, pair, 0x3232);
-        const uint32_t address = panel + 2 * i * kPanelBytes;
         const uint4 v = raw[i];
-        decode_e2m1(v.x, low, address + ((chunk + 0) ^ key) * 16);
-        decode_e2m1(v.y, low, address + ((chunk + 1) ^ key) * 16);
-        decode_e2m1(v.z, high, address + ((chunk + 2) ^ key) * 16);
-        decode_e2m1(v.w, high, address + ((chunk + 3) ^ key) * 16);
+        decode_e2m1(v.x, low, at + 2 * i * kPanelBytes);
+        decode_e2m1(v.y, low, (at ^ 16) + 2 * i * kPanelBytes);
+        decode_e2m1(v.z, high, (at ^ 32) + 2 * i * kPanelBytes);
+        decode_e2m1(v.w, high, (at ^ 48) + 2 * i * kPanelBytes);
         reload(i);
       }
-      if (next_swa) {
+      if (next_swa()) {
 #pragma unroll
-        for (int i = 4; i < 8; ++i) reload(i);
+        for (int i = 5; i < 8; ++i) reload(i);
       }
     }
-    reload_scales();
-    swa = next_swa, exists = next_exists;
     advance();
   }
 };
@@ -241,7 +263,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int head = (b + i) * 4 + thread / 64, chunk = thread % 64;
-        const uint32_t at = target + chunk / 8 * (HEADS * 128) + head * 128 + ((chunk % 8) ^ (head & 7)) * 16;
+        const uint32_t at = target + chunk / 8 * (HEADS * 128) + head * 128 + (place(chunk / 8, chunk % 8) ^ (head & 7)) * 16;
         store_shared(at, prmt(v[i].x, v[i].z, 0x5410), prmt(v[i].x, v[i].z, 0x7632), prmt(v[i].y, v[i].w, 0x5410),
                      prmt(v[i].y, v[i].w, 0x7632));
       }
@@ -284,7 +306,17 @@ struct Consumer {
     const uint4 ordered = make_uint4(prmt(v.x, v.y, 0x5410), prmt(v.z, v.w, 0x5410), prmt(v.x, v.y, 0x7632),
                                      prmt(v.z, v.w, 0x7632));
     const int64_t line = static_cast<int64_t>(row) * params.heads + head0 + head;
-    *reinterpret_cast<uint4*>(params.out + line * kDims + chunk * 8) = ordered;
+    *reinterpret_cast<uint4*>(params.out + line * kDims + place(chunk / 8, chunk) * 8) = ordered;
+  }
+
+  // The half of such dims that lies together in the tile's order: dims 0 4 1 5 or 2 6 3 7 of eight.
+  __device__ __forceinline__ void store_half_chunk(int row, int head, int half, const float4& v) const {
+    if (head0 + head >= params.heads) return;
+    const int chunk = half / 2;
+    const int64_t line = static_cast<int64_t>(row) * params.heads + head0 + head;
+    __nv_bfloat16* at = params.out + line * kDims + place(chunk / 8, chunk) * 8 + half % 2 * 2;
+    *reinterpret_cast<uint32_t*>(at) = pack_bf16x2(v.x, v.z);
+    *reinterpret_cast<uint32_t*>(at + 4) = pack_bf16x2(v.y, v.w);
   }
 
   // With peaks and totals in shared memory: the whole row was here, and O goes out through Q's memory. Ends in a
@@ -353,28 +385,32 @@ struct Consumer {
       for (int i = thread; i < splits * HEADS; i += HEADS) shares[i] = fast_exp2(shares[i] - top) * norm;
     }
     meet();
-    for (int piece = cluster_rank() * kConsumers + thread; piece < HEADS * 64; piece += splits * kConsumers) {
-      const int head = piece / 64, chunk = piece % 64;
-      const uint32_t at = sums_at + head * 2048 + ((chunk * 32) ^ spread(head));
-      float total[8] = {};
-      for (int r0 = 0; r0 < splits; r0 += 5) {
-        float4 a[5], b[5];
+    // Lanes read side by side: 16 bytes each of a line, for half of a group of 8 dims.
+    constexpr int kPieces = 4;
+    for (int first = cluster_rank() * kConsumers + thread; first < HEADS * 128; first += kPieces * splits * kConsumers) {
+      float4 total[kPieces] = {};
+#pragma unroll 2
+      for (int r = 0; r < splits; ++r) {
+        float4 part[kPieces];
 #pragma unroll
-        for (int r = 0; r < 5; ++r) {
-          // Past the last split the last one again, with no weight.
-          const uint32_t there = remote_address(at, min(r0 + r, splits - 1));
-          a[r] = load_remote4(there), b[r] = load_remote4(there + 16);
+        for (int i = 0; i < kPieces; ++i) {
+          // Past the end the last piece again, which is not stored.
+          const int piece = min(first + i * splits * kConsumers, HEADS * 128 - 1), head = piece / 128;
+          part[i] = load_remote4(remote_address(sums_at + head * 2048 + ((piece % 128 * 16) ^ spread(head)), r));
         }
 #pragma unroll
-        for (int r = 0; r < 5; ++r) {
-          const float share = r0 + r < splits ? shares[(r0 + r) * HEADS + head] : 0.0f;
-          total[0] += a[r].x * share, total[1] += a[r].y * share, total[2] += a[r].z * share;
-          total[3] += a[r].w * share, total[4] += b[r].x * share, total[5] += b[r].y * share;
-          total[6] += b[r].z * share, total[7] += b[r].w * share;
+        for (int i = 0; i < kPieces; ++i) {
+          const int piece = min(first + i * splits * kConsumers, HEADS * 128 - 1);
+          const float share = shares[r * HEADS + piece / 128];
+          total[i].x += part[i].x * share, total[i].y += part[i].y * share;
+          total[i].z += part[i].z * share, total[i].w += part[i].w * share;
         }
       }
-      store_chunk(row, head, chunk, make_uint4(pack_bf16x2(total[0], total[1]), pack_bf16x2(total[2], total[3]),
-                                               pack_bf16x2(total[4], total[5]), pack_bf16x2(total[6], total[7])));
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int piece = first + i * splits * kConsumers;
+        if (piece < HEADS * 128) store_half_chunk(row, piece / 128, piece % 128, total[i]);
+      }
     }
     cluster_meet();  // the others may still be reading here
   }
@@ -392,10 +428,20 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // ---- 64 heads -------------------------------------------------------------------------------------------------------
 
+// Panels of O that the warpgroup which also scores keeps; the other has the rest.
+constexpr int kScoringPanels = 4;
+
 template <bool SCORES>
-struct WideConsumer : Consumer<64, 4> {
+constexpr int kWidePanels = SCORES ? kScoringPanels : kPanels - kScoringPanels;
+
+template <bool SCORES>
+struct WideConsumer : Consumer<64, kWidePanels<SCORES>> {
+  using Base = Consumer<64, kWidePanels<SCORES>>;
+  using Base::shared, Base::thread, Base::lane, Base::row0, Base::panel0, Base::o, Base::peak, Base::sum;
+  using Base::meet, Base::move_peaks, Base::scale_output, Base::scale_log2;
+
   __device__ __forceinline__ WideConsumer(Shared<64>& s, const Params& p, int warp, int lane, int head0)
-      : Consumer(s, p, warp, lane, head0, warp % 4 * 16, SCORES ? 0 : 4) {}
+      : Base(s, p, warp, lane, head0, warp % 4 * 16, SCORES ? 0 : kScoringPanels) {}
 
   __device__ __forceinline__ void begin() {}
 
@@ -473,7 +519,7 @@ struct WideConsumer : Consumer<64, 4> {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
-      for (int p = 0; p < 4; ++p) wgmma_registers(o[p], weights[k], values + ((p * kPanelBytes + k * 2048) >> 4));
+      for (int p = 0; p < kWidePanels<SCORES>; ++p) wgmma_registers(o[p], weights[k], values + ((p * kPanelBytes + k * 2048) >> 4));
     }
     wgmma_commit();
     wgmma_wait();
@@ -609,8 +655,10 @@ __device__ __forceinline__ void produce(Shared<HEADS>& shared, const Params& par
   for (int row = walk.row0; row < params.rows; row += walk.step) {
     for (int tile = walk.first; tile < walk.last; ++tile, walk.advance<kStages<HEADS>>()) {
       mbarrier_wait(shared_address(&shared.empty[walk.stage]), walk.phase ^ 1);
-      const uint32_t present = __ballot_sync(0xFFFFFFFFu, gather.exists);  // lanes 0 to 7 hold the keys in order
-      if (lane == 0) shared.present[walk.stage][warp] = present;
+      uint32_t present = __ballot_sync(0xFFFFFFFFu, gather.exists()) & 0x11111111u;  // a key's bit at its first lane
+      present = (present | present >> 3) & 0x03030303u;
+      present = (present | present >> 6) & 0x000F000Fu;
+      if (lane == 0) shared.present[walk.stage][warp] = present | present >> 12;
       gather.decode(shared_address(shared.keys[walk.stage]));
       if (HEADS == 64) fence_async();
       mbarrier_arrive(shared_address(&shared.full[walk.stage]));

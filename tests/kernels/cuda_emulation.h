@@ -296,7 +296,12 @@ inline uint32_t load_pair_if(bool wanted, const uint8_t* p) {
   return v;
 }
 
-inline void prefetch(const uint8_t* p) { static_cast<void>(*static_cast<const volatile uint8_t*>(p)); }
+// Touches both ends of what would be fetched.
+inline void prefetch_bulk(const uint8_t* p, int bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % 16 || bytes % 16) abort();
+  static_cast<void>(*static_cast<const volatile uint8_t*>(p));
+  static_cast<void>(*static_cast<const volatile uint8_t*>(p + bytes - 1));
+}
 
 inline void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint4 v = {a, b, c, d};
