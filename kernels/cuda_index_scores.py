@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +38,25 @@ _MAX_GROUPS = 128
 _BLOCKS_PER_MULTIPROCESSOR = 16
 
 
-def choose_rows(rows: int, heads: int, width: int, multiprocessors: int) -> tuple[int, int]:
-    """(padded heads, groups of rows per block) of a launch, from host numbers only."""
+class Tile(NamedTuple):
+    """How a launch cuts its work: heads are padded to 16, 32 or 64, a group of 128 / heads rows fills a product, and a
+    block scores 256 keys for 1 to 128 groups."""
+
+    heads: int
+    groups: int
+
+
+def choose_tile(rows: int, heads: int, width: int, multiprocessors: int) -> Tile:
+    """The tile of a launch, from host numbers only, so that a captured graph keeps it."""
     tile_heads = next(size for size in (16, 32, 64) if heads <= size)
-    groups = -(-rows // (_COLUMNS // tile_heads))
+    groups = _groups(rows, tile_heads)
     blocks = groups * -(-width // _TILE_KEYS)
     wanted = -(-blocks // (_BLOCKS_PER_MULTIPROCESSOR * multiprocessors))
-    return tile_heads, max(1, min(wanted, groups, _MAX_GROUPS))
+    return Tile(tile_heads, max(1, min(wanted, groups, _MAX_GROUPS)))
+
+
+def _groups(rows: int, tile_heads: int) -> int:
+    return -(-rows // (_COLUMNS // tile_heads))
 
 
 def block_maxima_prefill(
@@ -57,26 +70,26 @@ def block_maxima_prefill(
     width: int,
     *,
     skip: int = 0,
+    tile: Tile | None = None,
 ) -> Maxima:
     rows, heads = _check(q, weights, cache, req_to_token, request, visible, ratio)
     maxima = room_for_maxima(rows, width, q.device)
     if not (rows and width):
         return maxima
-    tile = choose_rows(rows, heads, width, cuda_build.multiprocessors(q.device))
-    image = image_for(rows, tile[0], q.device)
+    tile = tile or choose_tile(rows, heads, width, cuda_build.multiprocessors(q.device))
+    image = image_for(rows, tile, q.device)
     with torch.cuda.device(q.device):
         stream = torch.cuda.current_stream().cuda_stream
         tensors = (q, weights, cache, req_to_token, request, visible)
         status = call(library(), *tensors, image, maxima, ratio, width, skip, tile, stream)
     if status:
-        raise RuntimeError(f"block_maxima_prefill did not launch for {rows} rows of {width}: CUDA error {status}")
+        raise RuntimeError(f"block_maxima_prefill did not launch with {tile} for {rows} x {width}: CUDA error {status}")
     return maxima
 
 
-def image_for(rows: int, tile_heads: int, device: torch.device) -> Tensor:
+def image_for(rows: int, tile: Tile, device: torch.device) -> Tensor:
     """Scratch for the arranged queries of `rows` rows."""
-    groups = -(-rows // (_COLUMNS // tile_heads))
-    return torch.empty(groups, _GROUP_BYTES, dtype=torch.uint8, device=device)
+    return torch.empty(_groups(rows, tile.heads), _GROUP_BYTES, dtype=torch.uint8, device=device)
 
 
 def call(
@@ -92,7 +105,7 @@ def call(
     ratio: int,
     width: int,
     skip: int,
-    tile: tuple[int, int],
+    tile: Tile,
     stream: int,
 ) -> int:
     """The C interface on checked tensors: 0, or a CUDA error."""

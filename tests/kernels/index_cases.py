@@ -98,6 +98,6 @@ def poison_outputs(monkeypatch):
         torch,
         "empty",
         lambda *size, dtype=None, device=None: real(*size, dtype=dtype, device=device).fill_(
-            torch.nan if dtype is None or dtype.is_floating_point else -77
+            torch.nan if dtype is None or dtype.is_floating_point else 77
         ),
     )

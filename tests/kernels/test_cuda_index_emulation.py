@@ -51,10 +51,9 @@ def _check(library, case, block_groups, skip=0, seen=None):
     maxima = room_for_maxima(rows, case.width, case.q.device)
     for part in maxima:
         part.fill_(torch.nan)
-    tile_heads, _ = kernels.choose_rows(rows, heads, case.width, 1)
-    image = kernels.image_for(rows, tile_heads, case.q.device).fill_(255)
+    tile = kernels.choose_tile(rows, heads, case.width, 1)._replace(groups=block_groups)
+    image = kernels.image_for(rows, tile, case.q.device).fill_(255)
     tensors = (*case.arguments(), case.requests[:1], case.visible if seen is None else seen)
-    tile = (tile_heads, block_groups)
     status = kernels.call(library, *tensors, image, maxima, case.ratio, case.width, skip, tile, 0)
     cuda_emulation.check(status)
     index_cases.check_prefill(case, maxima, skip)
@@ -94,10 +93,10 @@ def test_visible_past_the_width(library):
     _check(library, case, block_groups=1, seen=case.visible + torch.tensor([0, 1000, 0]))
 
 
-def test_blocks_of_a_launch():
+def test_tiles():
     for rows in (1, 5, 70, 4096, 100_000):
         for heads in (1, 16, 17, 32, 64):
             for width in (64, 16384, 1 << 20):
-                tile_heads, groups = kernels.choose_rows(rows, heads, width, 132)
-                assert heads <= tile_heads <= max(16, 2 * heads)
-                assert 1 <= groups <= 128
+                tile = kernels.choose_tile(rows, heads, width, 132)
+                assert heads <= tile.heads <= max(16, 2 * heads)
+                assert 1 <= tile.groups <= 128
