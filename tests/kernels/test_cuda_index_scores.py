@@ -79,8 +79,9 @@ def test_another_request(device, monkeypatch):
 
 @pytest.mark.parametrize("width", [64, 128, 192, 320])
 def test_visible_past_the_width(width, device, monkeypatch):
-    case = index_cases.prefill_case([width, width - 1, width], 1, 32, device)
-    seen = case.visible + torch.tensor([1000, 0, 1], device=device)
+    # What a row wrote past the width would lie in the next row, which sees nothing.
+    case = index_cases.prefill_case([width, width - 1, width, 0], 1, 32, device)
+    seen = case.visible + torch.tensor([1000, 0, 1, 0], device=device)
     case.width = width
     _check(case, monkeypatch, visible=seen)
 
