@@ -128,7 +128,8 @@ struct Gather {
 
   __device__ __forceinline__ void send_for(int i) const {
     const bool window = kinds >> (i + 2) & 1;
-    if (slots[i] >= 0 && quarter == 0) prefetch_bulk(record(slots[i], window), window ? kSwaBytes : kMainBytes);
+    if (slots[i] < 0 || !(window || quarter < 3)) return;
+    prefetch(record(slots[i], window) + 128 * quarter);
   }
 
   // The first of the slots become `next`; the record of the last one is sent for, and the slot after it is loaded.

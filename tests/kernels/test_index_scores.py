@@ -1,104 +1,29 @@
 """Index scores against the reference in float64, with NaN scales in every page and slot that must not be read."""
 
+import index_cases
 import kernel_cases as cases
 import pytest
 import torch
 
 from sglang_csa2.kernels import triton_index_scores as kernels
 from sglang_csa2.kernels.index_scores import gather_index_k
-from sglang_csa2.kernels.index_scores import index_scores as torch_form
 from sglang_csa2.layout import INDEX_PAGE_SLOTS
 from sglang_csa2.reference import index_scores as reference_scores
-from sglang_csa2.reference import quantize_index
 
 LENGTHS = cases.pick(
     [0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 16383, 16385], [0, 1, 9, 129]
 )
 
 
-class Case:
-    """A batch of requests with `lengths` entries each, and what its entries' keys are."""
-
-    def __init__(self, lengths, ratio, heads, device, rows_per_request=1):
-        self.ratio, self.heads = ratio, heads
-        requests = len(lengths)
-        tokens = max(max(lengths) * ratio, 1)
-        self.req_to_token, slots = cases.paged_context(requests + 1, tokens, device)
-        self.cache = cases.index_cache(max(slots // ratio, 64), device)
-        self.requests = torch.randperm(requests, device=device).repeat_interleave(rows_per_request)
-        by_request = torch.tensor(lengths, device=device)
-        self.visible = by_request[self.requests]
-        rows = len(self.requests)
-        self.q = quantize_index(torch.randn(rows, heads, 128)).to(device)
-        self.weights = (torch.randn(rows, heads, device=device) * 0.02).bfloat16()
-        self.width = max(-(-max(lengths) // 64) * 64, 64) + 64
-        self._poison(by_request, device)
-
-    def _poison(self, by_request, device):
-        """Junk scales on every slot that belongs to no visible entry; stale table entries past the end."""
-        live = torch.zeros(self.cache.shape[0] * INDEX_PAGE_SLOTS, dtype=torch.bool, device=device)
-        for request, length in enumerate(by_request.tolist()):
-            first = torch.arange(length, device=device) * self.ratio
-            live[(self.req_to_token[request, first] // self.ratio).long()] = True
-        scales = self.cache[:, INDEX_PAGE_SLOTS * 64 :].view(-1, INDEX_PAGE_SLOTS, 4)
-        scales[~live.view(-1, INDEX_PAGE_SLOTS)] = 255
-
-    def keys(self, row):
-        first = torch.arange(int(self.visible[row]), device=self.cache.device) * self.ratio
-        return gather_index_k(self.cache, self.req_to_token[self.requests[row], first].long() // self.ratio)
-
-    def expected(self, row):
-        """float64 scores, and those of eager bf16."""
-        keys = self.keys(row)
-        q, weights = self.q[row : row + 1], self.weights[row : row + 1]
-        exact = reference_scores(q, keys, weights, dtype=torch.float64)[0]
-        eager = torch_form(q[:, None], weights[:, None], keys[None])[0, 0]
-        return exact, eager
-
-    def arguments(self):
-        return self.q, self.weights, self.cache, self.req_to_token
-
-
-def _check(case, row, maxima):
-    """A row's maxima of blocks and tiles: those of its exact scores, within fp32's accumulation."""
-    exact, eager = case.expected(row)
-    for have, size in zip(maxima, (8, 64), strict=True):
-        number = -(-len(exact) // size)
-        if number:
-            want, rough = _maxima(exact, size), _maxima(eager.double(), size)
-            error, bound = cases.relative_error(have[row, :number], want), cases.relative_error(rough, want)
-            assert error <= max(cases.SLACK * bound, 1e-6)
-            assert error < 1e-5
-        # Work follows the length: nothing past it is touched.
-        assert have[row, number:].isnan().all()
-
-
-def _maxima(scores, size):
-    groups = -(-len(scores) // size)
-    padded = torch.nn.functional.pad(scores, (0, groups * size - len(scores)), value=-torch.inf)
-    return padded.view(groups, size).amax(-1)
-
-
-def _poison_outputs(monkeypatch):
-    real = torch.empty
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda *size, dtype=None, device=None: real(*size, dtype=dtype, device=device).fill_(
-            torch.nan if dtype is None or dtype.is_floating_point else -77
-        ),
-    )
-
-
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("heads", cases.pick([4, 32], [4]))
 def test_decode(ratio, heads, device, monkeypatch):
-    case = Case(LENGTHS, ratio, heads, device)
-    _poison_outputs(monkeypatch)
+    case = index_cases.Case(LENGTHS, ratio, heads, device)
+    index_cases.poison_outputs(monkeypatch)
     maxima = kernels.block_maxima(*case.arguments(), case.requests, case.visible, ratio, case.width)
     skipping = kernels.block_maxima(*case.arguments(), case.requests, case.visible, ratio, case.width, skip=128)
     for row, length in enumerate(case.visible.tolist()):
-        _check(case, row, maxima)
+        index_cases.check(case, row, maxima)
         for have, want in zip(skipping, maxima, strict=True):
             if length <= 128:
                 assert have[row].isnan().all()
@@ -109,27 +34,27 @@ def test_decode(ratio, heads, device, monkeypatch):
 @pytest.mark.skipif(cases.INTERPRETED, reason="long")
 @pytest.mark.parametrize(("length", "ratio"), [(131073, 1), (131073, 2), (524288, 1)])
 def test_decode_long(length, ratio, device):
-    case = Case([length, 3], ratio, 32, device)
+    case = index_cases.Case([length, 3], ratio, 32, device)
     maxima = kernels.block_maxima(*case.arguments(), case.requests.int(), case.visible.int(), ratio, case.width)
     for row, visible in enumerate(case.visible.tolist()):
-        _check(case, row, [m[:, : -(-visible // size)] for m, size in zip(maxima, (8, 64), strict=True)])
+        index_cases.check(case, row, [m[:, : -(-visible // size)] for m, size in zip(maxima, (8, 64), strict=True)])
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("length", cases.pick([1, 7, 128, 129, 513, 16385], [7, 129]))
 def test_prefill(ratio, length, device, monkeypatch):
     rows = cases.pick([70], [3])[0]
-    case = Case([length], ratio, 32, device, rows_per_request=rows)
+    case = index_cases.Case([length], ratio, 32, device, rows_per_request=rows)
     case.visible = torch.arange(length - rows + 1, length + 1, device=device).clamp(min=0)
     case.requests = torch.zeros_like(case.visible)
-    _poison_outputs(monkeypatch)
+    index_cases.poison_outputs(monkeypatch)
     arguments = (*case.arguments(), case.requests[:1], case.visible, ratio, case.width)
     maxima = kernels.block_maxima_prefill(*arguments)
     skipping = kernels.block_maxima_prefill(*arguments, skip=128)
     for row, visible in enumerate(case.visible.tolist()):
-        _check(case, row, maxima)
+        index_cases.check(case, row, maxima)
         if visible > 128:
-            _check(case, row, skipping)
+            index_cases.check(case, row, skipping)
     if length <= 128:
         assert skipping.blocks.isnan().all()
 
@@ -137,12 +62,12 @@ def test_prefill(ratio, length, device, monkeypatch):
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("num_blocks", cases.pick([1, 15, 16, 17, 2048], [1, 17]))
 def test_candidates(ratio, num_blocks, device, monkeypatch):
-    case = Case(LENGTHS, ratio, 32, device)
+    case = index_cases.Case(LENGTHS, ratio, 32, device)
     blocks = torch.full((len(LENGTHS), num_blocks), -1, dtype=torch.int32, device=device)
     for row, length in enumerate(case.visible.tolist()):
         some = torch.randperm(-(-length // 8), device=device)[: num_blocks - row % 2].sort().values
         blocks[row, : len(some)] = some.int()
-    _poison_outputs(monkeypatch)
+    index_cases.poison_outputs(monkeypatch)
     have, block_max = kernels.index_scores_candidates(*case.arguments(), case.requests, case.visible, ratio, blocks)
     for row in range(len(LENGTHS)):
         entries = (blocks[row, :, None] * 8 + torch.arange(8, device=device)).flatten()
@@ -164,7 +89,7 @@ def test_candidates(ratio, num_blocks, device, monkeypatch):
 
 @pytest.mark.skipif(cases.INTERPRETED, reason="allocates 2 GiB")
 def test_slots_past_two_gib(device):
-    case = Case([200], 1, 32, device)
+    case = index_cases.Case([200], 1, 32, device)
     pages = 2**31 // case.cache.shape[1] + 8
     pages += -pages % 4
     cache = torch.empty(pages, case.cache.shape[1], dtype=torch.uint8, device=device)
@@ -175,14 +100,14 @@ def test_slots_past_two_gib(device):
     keys = gather_index_k(cache, case.req_to_token[0, :200].long())
     exact = reference_scores(case.q, keys, case.weights, dtype=torch.float64)[0]
     maxima = kernels.block_maxima(*case.arguments(), case.requests, case.visible, 1, case.width)
-    assert cases.relative_error(maxima.blocks[0, :25], _maxima(exact, 8)) < 1e-5
+    assert cases.relative_error(maxima.blocks[0, :25], index_cases.maxima_of(exact, 8)) < 1e-5
     blocks = torch.arange(25, device=device, dtype=torch.int32).view(1, -1)
     scores, _ = kernels.index_scores_candidates(*case.arguments(), case.requests, case.visible, 1, blocks)
     assert cases.relative_error(scores[0], exact) < 1e-5
 
 
 def test_refusals(device):
-    case = Case([5], 1, 4, device)
+    case = index_cases.Case([5], 1, 4, device)
     with pytest.raises(ValueError, match="multiple of 64"):
         kernels.block_maxima(*case.arguments(), case.requests, case.visible, 1, 100)
     with pytest.raises(ValueError, match="ratio is 3"):
