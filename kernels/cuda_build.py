@@ -103,3 +103,10 @@ def multiprocessors(device: torch.device) -> int:
             f"{properties.major}.{properties.minor}: use the Triton kernels"
         )
     return properties.multi_processor_count
+
+
+def check_devices(*tensors: torch.Tensor | None) -> None:
+    """Raise unless every tensor is on one CUDA device."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1 or any(device.type != "cuda" for device in devices):
+        raise ValueError(f"every tensor must be on one CUDA device, got {sorted(map(str, devices))}: move them")

@@ -281,9 +281,9 @@ def block_maxima(
     *,
     skip: int = 0,
 ) -> Maxima:
-    rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
+    rows, heads = check_tensors(q, weights, cache, req_to_token, visible, ratio)
     check_rows("requests", requests, (rows,), INT_TYPES)
-    maxima = _room(rows, width, q.device)
+    maxima = room_for_maxima(rows, width, q.device)
     tiles = triton.cdiv(width, _DECODE_TILE["BLOCK_N"])
     if rows and tiles:
         programs = min(tiles, max(1, triton.cdiv(_DECODE_PROGRAMS, rows)))
@@ -320,12 +320,9 @@ def index_scores_candidates(
     *,
     skip: int = -1,
 ) -> tuple[Tensor, Tensor]:
-    rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
+    rows, heads = check_tensors(q, weights, cache, req_to_token, visible, ratio)
     check_rows("requests", requests, (rows,), INT_TYPES)
-    check_rows("blocks", blocks, (rows, None), (torch.int32,))
-    if not blocks.is_contiguous():
-        raise ValueError(f"blocks must be contiguous, got strides {blocks.stride()}: copy them first")
-    num_blocks = blocks.shape[1]
+    num_blocks = check_listed(blocks, rows)
     logits = torch.empty(rows, num_blocks * BLOCK_ENTRIES, dtype=torch.float32, device=q.device)
     block_max = torch.empty(rows, num_blocks, dtype=torch.float32, device=q.device)
     if logits.numel():
@@ -365,9 +362,9 @@ def block_maxima_prefill(
     *,
     skip: int = 0,
 ) -> Maxima:
-    rows, heads = _check(q, weights, cache, req_to_token, visible, ratio)
+    rows, heads = check_tensors(q, weights, cache, req_to_token, visible, ratio)
     check_rows("request", request, (1,), INT_TYPES)
-    maxima = _room(rows, width, q.device)
+    maxima = room_for_maxima(rows, width, q.device)
     if rows and width:
         grid = (triton.cdiv(width, _PREFILL_TILE["BLOCK_N"]), triton.cdiv(rows, _PREFILL_TILE["BLOCK_ROWS"]))
         _block_maxima_prefill_kernel[grid](
@@ -408,16 +405,26 @@ def _padded(heads: int) -> int:
     return max(16, triton.next_power_of_2(heads))
 
 
-def _room(rows: int, width: int, device: torch.device) -> Maxima:
+def room_for_maxima(rows: int, width: int, device: torch.device) -> Maxima:
+    """Where a scan of `width` entries leaves its maxima."""
     if width % TILE_ENTRIES:
         raise ValueError(f"width is {width}, not a multiple of {TILE_ENTRIES}: round it up, the excess is not touched")
     sizes = (width // BLOCK_ENTRIES, width // TILE_ENTRIES)
     return Maxima(*(torch.empty(rows, size, dtype=torch.float32, device=device) for size in sizes))
 
 
-def _check(
+def check_listed(blocks: Tensor, rows: int) -> int:
+    """The number of blocks that each row lists."""
+    check_rows("blocks", blocks, (rows, None), (torch.int32,))
+    if not blocks.is_contiguous():
+        raise ValueError(f"blocks must be contiguous, got strides {blocks.stride()}: copy them first")
+    return blocks.shape[1]
+
+
+def check_tensors(
     q: Tensor, weights: Tensor, cache: Tensor, req_to_token: Tensor, visible: Tensor, ratio: int
 ) -> tuple[int, int]:
+    """(rows, heads) of a scan's inputs, which must be as the module says."""
     check_rows("q", q, (None, None, INDEX_K.dims), (torch.bfloat16,))
     rows, heads, _ = q.shape
     check_rows("weights", weights, (rows, heads), (torch.bfloat16,))

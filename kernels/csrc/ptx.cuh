@@ -61,6 +61,15 @@ __device__ __forceinline__ uint32_t load_pair_if(bool wanted, const uint8_t* p) 
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_byte_if(bool wanted, const uint8_t* p) {
+  uint32_t v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.u8 %0, [%1];\n}\n"
+      : "=&r"(v)
+      : "l"(p), "r"(int(wanted)));
+  return v;
+}
+
 __device__ __forceinline__ void prefetch(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -75,10 +84,25 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t a) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                : "r"(address)
                : "memory");
   return v;
@@ -132,6 +156,18 @@ __device__ __forceinline__ void mbarrier_init_fence() {
 
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and the phase also waits for `bytes` of bulk copies.
+__device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Global to shared memory, in the background; both sides and `bytes` are multiples of 16.
+__device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
@@ -236,4 +272,28 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[32], const uint32_t (
       "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
       : OUTPUTS_32(d)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+#define REGISTERS_64 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+#define OUTPUTS_64(d) OUTPUTS_32(d), OUTPUTS_32((d + 32))
+
+// D [64, 128] (+)= A [64, 16] B [16, 128], A in registers, B K-major in shared memory.
+__device__ __forceinline__ void wgmma_registers(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      REGISTERS_64
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
+      : OUTPUTS_64(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// Waits until at most PENDING groups of products are under way, D's not among them.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait_for(float (&d)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned %64;" : OUTPUTS_64(d) : "n"(PENDING) : "memory");
 }

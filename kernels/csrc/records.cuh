@@ -4,16 +4,23 @@
 
 #include "ptx.cuh"
 
-// Eight e2m1 of a word -> 16 bytes of the tile. One multiplication puts a nibble `s ee m` twice, its sign on bit 15 and
-// its magnitude on bits 8-6, which is the value times 2^-126; the bf16 product with `scale` undoes that.
-__device__ __forceinline__ void decode_e2m1(uint32_t word, uint32_t scale, uint32_t address) {
+// Eight e2m1 of a word -> four bf16 pairs, dims 0 4, 1 5, 2 6, 3 7. One multiplication puts a nibble `s ee m` twice, its
+// sign on bit 15 and its magnitude on bits 8-6, which is the value times 2^-126; the bf16 product with `scale` undoes
+// that.
+__device__ __forceinline__ void decode_e2m1(uint32_t word, uint32_t scale, uint32_t (&pairs)[4]) {
   constexpr uint32_t kKeep = 0x81C081C0u;
   const uint32_t high = word >> 8;
-  const uint32_t a = ((word & 0x000F000Fu) * 0x1040u) & kKeep;
-  const uint32_t b = ((word & 0x00F000F0u) * 0x0104u) & kKeep;
-  const uint32_t c = ((high & 0x000F000Fu) * 0x1040u) & kKeep;
-  const uint32_t d = ((high & 0x00F000F0u) * 0x0104u) & kKeep;
-  store_shared(address, mul_bf16x2(a, scale), mul_bf16x2(b, scale), mul_bf16x2(c, scale), mul_bf16x2(d, scale));
+  pairs[0] = mul_bf16x2(((word & 0x000F000Fu) * 0x1040u) & kKeep, scale);
+  pairs[1] = mul_bf16x2(((word & 0x00F000F0u) * 0x0104u) & kKeep, scale);
+  pairs[2] = mul_bf16x2(((high & 0x000F000Fu) * 0x1040u) & kKeep, scale);
+  pairs[3] = mul_bf16x2(((high & 0x00F000F0u) * 0x0104u) & kKeep, scale);
+}
+
+// The same -> 16 bytes of the tile.
+__device__ __forceinline__ void decode_e2m1(uint32_t word, uint32_t scale, uint32_t address) {
+  uint32_t pairs[4];
+  decode_e2m1(word, scale, pairs);
+  store_shared(address, pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 // Eight e4m3 of two words -> 16 bytes of the tile: `s eeee mmm` moves to bits 15 and 10-4, the value times 2^-120.
@@ -34,7 +41,12 @@ __device__ __forceinline__ uint32_t e4m3_scales(uint32_t pair) {
   return mul_bf16x2(mul_bf16x2(moved, kStep), kStep);
 }
 
-// A ue8m0 scale (low byte) -> bf16x2, times 2^(120 - 16).
+// A ue8m0 scale (low byte) of e4m3 dims -> bf16x2, times 2^(120 - 16).
 __device__ __forceinline__ uint32_t ue8m0_scale(uint32_t byte) {
   return min((byte & 0xFFu) + 104u, 254u) * 0x00800080u;
+}
+
+// One of e2m1 dims -> bf16x2, times 2^(126 - 16).
+__device__ __forceinline__ uint32_t ue8m0_scale_e2m1(uint32_t byte) {
+  return min((byte & 0xFFu) + 110u, 254u) * 0x00800080u;
 }

@@ -1,4 +1,4 @@
-// Stands in for ptx.cuh and the launch section of sparse_attention.cu, so that the rest runs on a CPU.
+// Stands in for ptx.cuh and CUDA, so that a kernel's source without its launch section runs on a CPU.
 //
 // Every thread of a cluster is a fiber; what threads do together (barriers, shuffles, matrix instructions) are gates
 // where fibers wait for each other. The order of fibers follows EMULATION_SEED, so that a missing barrier has a chance
@@ -30,8 +30,12 @@ using cudaError_t = int;
 using cudaStream_t = void*;
 constexpr int cudaErrorInvalidValue = 1;
 constexpr int kDeadlock = 999;
+using std::max;
 using std::min;
 
+struct int2 {
+  int x, y;
+};
 struct float2 {
   float x, y;
 };
@@ -47,12 +51,13 @@ struct uint4 {
 struct __nv_bfloat16 {
   uint16_t bits;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 namespace emulation {
 
-constexpr int kThreads = 512;
+constexpr int kMaxThreads = 1024;
 constexpr size_t kSharedBytes = 227 << 10;
 
 struct Gate {
@@ -61,7 +66,7 @@ struct Gate {
 };
 
 struct Barrier {
-  int count = 0, arrived = 0;
+  int count = 0, arrived = 0, bytes = 0;  // of copies that it still waits for
   volatile int phase = 0;
 };
 
@@ -97,8 +102,8 @@ struct Block {
   Cluster* cluster;
   uint8_t* shared;
   Gate all, named[16];
-  Warp warps[kThreads / 32];
-  Group groups[kThreads / 128];
+  Warp warps[kMaxThreads / 32];
+  Group groups[kMaxThreads / 128];
   std::map<uint32_t, Barrier> barriers;
   std::vector<Fiber> fibers;
 };
@@ -106,7 +111,7 @@ struct Block {
 inline Fiber* current;
 inline ucontext_t scheduler;
 inline std::function<void()> kernel;
-inline int grid_x;
+inline int grid_x, threads;  // blocks; threads of one
 
 struct Index {
   int x, y;
@@ -161,7 +166,8 @@ inline uint8_t* at(uint32_t address, int aligned) {
   return current->block->cluster->blocks[address >> 24].shared + (address & 0xFFFFFF);
 }
 
-// Element (row, k) of an operand 64 rows wide. Its descriptor is its address, on which the 128-byte swizzle acts.
+// Element (row, k) of an operand, 64 rows wide where it is not K-major. Its descriptor is its address, on which the
+// 128-byte swizzle acts.
 inline float operand(uint64_t descriptor, int row, int k, bool k_major) {
   uint32_t address = static_cast<uint32_t>(descriptor << 4);
   address += k_major ? row / 8 * 1024 + row % 8 * 128 + k * 2 : k / 8 * 1024 + k % 8 * 128 + row * 2;
@@ -190,8 +196,8 @@ inline bool run(int first, int y, int splits, unsigned seed) {
     block.x = first + rank, block.y = y, block.rank = rank, block.cluster = &cluster;
     block.shared = static_cast<uint8_t*>(aligned_alloc(1024, kSharedBytes));
     memset(block.shared, 0xFF, kSharedBytes);  // NaN
-    block.fibers.resize(kThreads);
-    for (int t = 0; t < kThreads; ++t) {
+    block.fibers.resize(threads);
+    for (int t = 0; t < threads; ++t) {
       Fiber& fiber = block.fibers[t];
       fiber.thread = t, fiber.block = &block;
       fiber.stack.resize(64 << 10);
@@ -224,13 +230,23 @@ inline bool run(int first, int y, int splits, unsigned seed) {
   return live == 0;
 }
 
+// Blocks one after another, each a cluster of its own.
+inline cudaError_t launch(std::function<void()> body, int blocks, int block_threads) {
+  kernel = std::move(body), grid_x = blocks, threads = block_threads;
+  const char* seed = getenv("EMULATION_SEED");
+  for (int x = 0; x < blocks; ++x) {
+    if (!run(x, 0, 1, seed ? atoi(seed) : 1)) return kDeadlock;
+  }
+  return 0;
+}
+
 }  // namespace emulation
 
 #define threadIdx (emulation::Index{emulation::current->thread, 0})
 #define blockIdx (emulation::Index{emulation::current->block->x, emulation::current->block->y})
 #define gridDim (emulation::Index{emulation::grid_x, 0})
 
-inline void __syncthreads() { emulation::pass(emulation::current->block->all, emulation::kThreads); }
+inline void __syncthreads() { emulation::pass(emulation::current->block->all, emulation::threads); }
 
 template <class T>
 T __shfl_sync(uint32_t, T value, int from) {
@@ -253,6 +269,67 @@ inline uint32_t __ballot_sync(uint32_t, bool vote) {
 }
 
 inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+
+inline void __syncwarp() { emulation::pass(emulation::warp().gate, 32); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
+inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
+
+template <class T>
+T __shfl_up_sync(uint32_t, T value, int by) {
+  return emulation::exchange(value, emulation::lane() < by ? emulation::lane() : emulation::lane() - by);
+}
+
+namespace emulation {
+
+// All lanes' values put together.
+template <class T, class Join>
+T reduce(T value, Join join) {
+  Warp& w = warp();
+  memcpy(w.values[lane()], &value, sizeof value);
+  pass(w.gate, 32);
+  T result, next;
+  memcpy(&result, w.values[0], sizeof result);
+  for (int i = 1; i < 32; ++i) memcpy(&next, w.values[i], sizeof next), result = join(result, next);
+  pass(w.gate, 32);
+  return result;
+}
+
+}  // namespace emulation
+
+template <class T>
+T __reduce_add_sync(uint32_t, T value) {
+  return emulation::reduce(value, [](T a, T b) { return a + b; });
+}
+
+template <class T>
+T __reduce_min_sync(uint32_t, T value) {
+  return emulation::reduce(value, [](T a, T b) { return min(a, b); });
+}
+
+template <class T>
+T __reduce_max_sync(uint32_t, T value) {
+  return emulation::reduce(value, [](T a, T b) { return max(a, b); });
+}
+
+template <class T>
+T atomicAdd(T* p, T value) {
+  const T before = *p;
+  *p += value;
+  return before;
+}
+
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float __uint_as_float(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
 
 template <class T>
 T __ldg(const T* p) {
@@ -296,6 +373,8 @@ inline uint32_t load_pair_if(bool wanted, const uint8_t* p) {
   return v;
 }
 
+inline uint32_t load_byte_if(bool wanted, const uint8_t* p) { return wanted ? *p : 0; }
+
 inline void prefetch(const uint8_t* p) { static_cast<void>(*static_cast<const volatile uint8_t*>(p)); }
 
 inline void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -310,8 +389,16 @@ inline void store_shared(uint32_t address, float a, float b) {
 
 inline void store_shared(uint32_t address, uint32_t a) { memcpy(emulation::at(address, 4), &a, 4); }
 
+inline uint32_t load_shared_byte(uint32_t address) { return *emulation::at(address, 1); }
+
 inline uint4 load_shared(uint32_t address) {
   uint4 v;
+  memcpy(&v, emulation::at(address, 16), 16);
+  return v;
+}
+
+inline float4 load_shared_floats(uint32_t address) {
+  float4 v;
   memcpy(&v, emulation::at(address, 16), 16);
   return v;
 }
@@ -365,11 +452,29 @@ inline void barrier_sync(int id, int threads) { emulation::pass(emulation::curre
 inline void mbarrier_init(uint32_t barrier, int count) { emulation::current->block->barriers[barrier].count = count; }
 inline void mbarrier_init_fence() {}
 
-inline void mbarrier_arrive(uint32_t barrier) {
-  auto& b = emulation::current->block->barriers[barrier];
-  if (++b.arrived < b.count) return;
+inline void mbarrier_settle(emulation::Barrier& b) {
+  if (b.arrived < b.count || b.bytes) return;
   b.arrived = 0;
   b.phase = b.phase + 1;
+}
+
+inline void mbarrier_arrive(uint32_t barrier) {
+  auto& b = emulation::current->block->barriers[barrier];
+  ++b.arrived;
+  mbarrier_settle(b);
+}
+
+inline void mbarrier_expect(uint32_t barrier, int bytes) {
+  emulation::current->block->barriers[barrier].bytes += bytes;
+  mbarrier_arrive(barrier);
+}
+
+inline void bulk_copy(uint32_t target, const void* source, int bytes, uint32_t barrier) {
+  if (bytes % 16 || reinterpret_cast<uintptr_t>(source) % 16) abort();
+  memcpy(emulation::at(target, 16), source, bytes);
+  auto& b = emulation::current->block->barriers[barrier];
+  b.bytes -= bytes;
+  mbarrier_settle(b);
 }
 
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
@@ -386,7 +491,7 @@ inline uint32_t cluster_rank() { return emulation::current->block->rank; }
 
 inline void cluster_sync() {
   auto* cluster = emulation::current->block->cluster;
-  emulation::pass(cluster->gate, cluster->blocks.size() * emulation::kThreads);
+  emulation::pass(cluster->gate, cluster->blocks.size() * emulation::threads);
 }
 
 inline void cluster_meet() { cluster_sync(); }
@@ -410,6 +515,10 @@ inline uint64_t descriptor(uint32_t address) { return (address & 0xFFFFFF) >> 4;
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 inline void wgmma_wait() { emulation::pass(emulation::group().gate, 128); }
+template <int PENDING>
+void wgmma_wait_for(float (&)[64]) {
+  wgmma_wait();
+}
 
 inline void wgmma_shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
   const int warp = emulation::current->thread % 128 / 32, lane = emulation::lane();
@@ -421,17 +530,31 @@ inline void wgmma_shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate)
   }
 }
 
-inline void wgmma_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
-  auto& g = emulation::group();
-  const int thread = emulation::current->thread % 128, lane = emulation::lane();
+namespace emulation {
+
+// D (+)= A B, A in registers.
+template <int SIZE>
+void multiply(float (&d)[SIZE], const uint32_t (&a)[4], uint64_t b, bool k_major, bool accumulate) {
+  Group& g = group();
+  const int thread = current->thread % 128;
   memcpy(g.values[thread], a, 16);
-  emulation::pass(g.gate, 128);
-  for (int i = 0; i < 32; ++i) {
-    const int row = lane / 4 + (i & 2) * 4, column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+  pass(g.gate, 128);
+  for (int i = 0; i < SIZE; ++i) {
+    const int row = lane() / 4 + (i & 2) * 4, column = i / 4 * 8 + 2 * (lane() % 4) + i % 2;
+    if (!accumulate) d[i] = 0;
     for (int k = 0; k < 16; ++k) {
-      const float weight = emulation::fragment(g.values[thread / 32 * 32], 4, row, k);
-      d[i] += weight * emulation::operand(b, column, k, false);
+      d[i] += fragment(g.values[thread / 32 * 32], 4, row, k) * operand(b, column, k, k_major);
     }
   }
-  emulation::pass(g.gate, 128);
+  pass(g.gate, 128);
+}
+
+}  // namespace emulation
+
+inline void wgmma_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  emulation::multiply(d, a, b, false, true);
+}
+
+inline void wgmma_registers(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  emulation::multiply(d, a, b, true, accumulate);
 }

@@ -1,20 +1,14 @@
 """The CUDA C++ attention on the CPU: its source, with threads as fibers and PTX emulated (`cuda_emulation.h`)."""
 
-import ctypes
-import shutil
-import subprocess
-from pathlib import Path
-
+import cuda_emulation
 import kernel_cases as cases
 import pytest
 import torch
 
-from sglang_csa2.kernels import cuda_build
 from sglang_csa2.kernels import cuda_sparse_attention as kernels
 from sglang_csa2.kernels.cuda_sparse_attention import Tile
 
-CXX = shutil.which("g++")
-pytestmark = pytest.mark.skipif(CXX is None, reason="needs g++")
+pytestmark = cuda_emulation.needs_compiler
 
 _LAUNCH = """
 template <int HEADS>
@@ -22,6 +16,7 @@ cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t) {
   const int head_tiles = (params.heads + HEADS - 1) / HEADS, splits = params.splits;
   const bool all = splits > 1 || params.rows < multiprocessors;
   static_assert(sizeof(Shared<HEADS>) <= emulation::kSharedBytes);
+  emulation::threads = kConsumers + kProducers;
   emulation::grid_x = all ? params.rows * splits : multiprocessors;
   emulation::kernel = [=] { sparse_attention_kernel<HEADS>(params); };
   const char* seed = getenv("EMULATION_SEED");
@@ -36,39 +31,9 @@ cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t) {
 """
 
 
-def _sections(source):
-    """The source cut at its section headings: [(heading, text)]."""
-    parts = source.split("\n// ---- ")
-    return [("", parts[0])] + [(part.split(" -")[0], part[part.index("\n") :]) for part in parts[1:]]
-
-
-def _host_source():
-    text = []
-    for heading, body in _sections(kernels.SOURCE.read_text()):
-        if heading == "":
-            include = '#include "records.cuh"\n'
-            assert include in body
-            records = (cuda_build.SOURCES / "records.cuh").read_text().replace('#include "ptx.cuh"\n', "")
-            text.append(body.replace(include, '#include "cuda_emulation.h"\n' + records.replace("#pragma once", "")))
-        elif heading == "Launch":
-            text.append(_LAUNCH)
-        else:
-            text.append(body)
-    memory = "extern __shared__ __align__(1024) uint8_t memory[];"
-    source = "\n".join(text)
-    assert memory in source
-    return source.replace(memory, "uint8_t* memory = emulation::current->block->shared;")
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("emulation")
-    (folder / "kernel.cpp").write_text(_host_source())
-    here = Path(__file__).parent
-    command = [CXX, "-O2", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{here}", "-o", "kernel.so", "kernel.cpp"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[:3000]
-    return cuda_build.declare(ctypes.CDLL(str(folder / "kernel.so")), kernels.FUNCTIONS)
+    return cuda_emulation.build(kernels.SOURCE, _LAUNCH, kernels.FUNCTIONS, tmp_path_factory.mktemp("emulation"))
 
 
 def _case(rows, heads, **options):
@@ -79,7 +44,7 @@ def _check(library, case, tile, blocks=132):
     q = case[0]
     out = torch.full((*q.shape[:2], 512), torch.nan, dtype=torch.bfloat16)
     status = kernels.call(library, *case, out, cases.ATTENTION_SCALE, tile, blocks, 0)
-    assert status == 0, "the kernel's threads wait for each other" if status == 999 else f"error {status}"
+    cuda_emulation.check(status)
     cases.check_attention(out, *case)
 
 

@@ -4,7 +4,7 @@ import kernel_cases as cases
 import pytest
 import torch
 
-from sglang_csa2.kernels import triton_index_scores as kernels
+from sglang_csa2.kernels import triton_index_scores
 from sglang_csa2.kernels.index_scores import gather_index_k
 from sglang_csa2.kernels.index_scores import index_scores as torch_form
 from sglang_csa2.layout import INDEX_PAGE_SLOTS
@@ -14,6 +14,11 @@ from sglang_csa2.reference import quantize_index
 LENGTHS = cases.pick(
     [0, 1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513, 16383, 16385], [0, 1, 9, 129]
 )
+
+
+@pytest.fixture(params=["triton_index_scores", "cuda_index_decode"])
+def kernels(request):
+    return cases.module_of(request.param)
 
 
 class Case:
@@ -59,7 +64,7 @@ class Case:
         return self.q, self.weights, self.cache, self.req_to_token
 
 
-def _check(case, row, maxima):
+def check_row(case, row, maxima):
     """A row's maxima of blocks and tiles: those of its exact scores, within fp32's accumulation."""
     exact, eager = case.expected(row)
     for have, size in zip(maxima, (8, 64), strict=True):
@@ -79,26 +84,19 @@ def _maxima(scores, size):
     return padded.view(groups, size).amax(-1)
 
 
-def _poison_outputs(monkeypatch):
-    real = torch.empty
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda *size, dtype=None, device=None: real(*size, dtype=dtype, device=device).fill_(
-            torch.nan if dtype is None or dtype.is_floating_point else -77
-        ),
-    )
-
-
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("heads", cases.pick([4, 32], [4]))
-def test_decode(ratio, heads, device, monkeypatch):
-    case = Case(LENGTHS, ratio, heads, device)
-    _poison_outputs(monkeypatch)
+def test_decode(ratio, heads, kernels, device, monkeypatch):
+    check_decode(kernels, Case(LENGTHS, ratio, heads, device), monkeypatch)
+
+
+def check_decode(kernels, case, monkeypatch):
+    ratio = case.ratio
+    cases.poison_outputs(monkeypatch)
     maxima = kernels.block_maxima(*case.arguments(), case.requests, case.visible, ratio, case.width)
     skipping = kernels.block_maxima(*case.arguments(), case.requests, case.visible, ratio, case.width, skip=128)
     for row, length in enumerate(case.visible.tolist()):
-        _check(case, row, maxima)
+        check_row(case, row, maxima)
         for have, want in zip(skipping, maxima, strict=True):
             if length <= 128:
                 assert have[row].isnan().all()
@@ -108,11 +106,11 @@ def test_decode(ratio, heads, device, monkeypatch):
 
 @pytest.mark.skipif(cases.INTERPRETED, reason="long")
 @pytest.mark.parametrize(("length", "ratio"), [(131073, 1), (131073, 2), (524288, 1)])
-def test_decode_long(length, ratio, device):
+def test_decode_long(length, ratio, kernels, device):
     case = Case([length, 3], ratio, 32, device)
     maxima = kernels.block_maxima(*case.arguments(), case.requests.int(), case.visible.int(), ratio, case.width)
     for row, visible in enumerate(case.visible.tolist()):
-        _check(case, row, [m[:, : -(-visible // size)] for m, size in zip(maxima, (8, 64), strict=True)])
+        check_row(case, row, [m[:, : -(-visible // size)] for m, size in zip(maxima, (8, 64), strict=True)])
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -122,29 +120,33 @@ def test_prefill(ratio, length, device, monkeypatch):
     case = Case([length], ratio, 32, device, rows_per_request=rows)
     case.visible = torch.arange(length - rows + 1, length + 1, device=device).clamp(min=0)
     case.requests = torch.zeros_like(case.visible)
-    _poison_outputs(monkeypatch)
+    cases.poison_outputs(monkeypatch)
     arguments = (*case.arguments(), case.requests[:1], case.visible, ratio, case.width)
-    maxima = kernels.block_maxima_prefill(*arguments)
-    skipping = kernels.block_maxima_prefill(*arguments, skip=128)
+    maxima = triton_index_scores.block_maxima_prefill(*arguments)
+    skipping = triton_index_scores.block_maxima_prefill(*arguments, skip=128)
     for row, visible in enumerate(case.visible.tolist()):
-        _check(case, row, maxima)
+        check_row(case, row, maxima)
         if visible > 128:
-            _check(case, row, skipping)
+            check_row(case, row, skipping)
     if length <= 128:
         assert skipping.blocks.isnan().all()
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("num_blocks", cases.pick([1, 15, 16, 17, 2048], [1, 17]))
-def test_candidates(ratio, num_blocks, device, monkeypatch):
-    case = Case(LENGTHS, ratio, 32, device)
-    blocks = torch.full((len(LENGTHS), num_blocks), -1, dtype=torch.int32, device=device)
+def test_candidates(ratio, num_blocks, kernels, device, monkeypatch):
+    check_candidates(kernels, Case(LENGTHS, ratio, 32, device), num_blocks, monkeypatch)
+
+
+def check_candidates(kernels, case, num_blocks, monkeypatch):
+    ratio, rows, device = case.ratio, len(case.visible), case.q.device
+    blocks = torch.full((rows, num_blocks), -1, dtype=torch.int32, device=device)
     for row, length in enumerate(case.visible.tolist()):
         some = torch.randperm(-(-length // 8), device=device)[: num_blocks - row % 2].sort().values
         blocks[row, : len(some)] = some.int()
-    _poison_outputs(monkeypatch)
+    cases.poison_outputs(monkeypatch)
     have, block_max = kernels.index_scores_candidates(*case.arguments(), case.requests, case.visible, ratio, blocks)
-    for row in range(len(LENGTHS)):
+    for row in range(rows):
         entries = (blocks[row, :, None] * 8 + torch.arange(8, device=device)).flatten()
         there = (blocks[row].repeat_interleave(8) >= 0) & (entries < case.visible[row])
         assert (have[row, ~there] == -torch.inf).all()
@@ -163,7 +165,7 @@ def test_candidates(ratio, num_blocks, device, monkeypatch):
 
 
 @pytest.mark.skipif(cases.INTERPRETED, reason="allocates 2 GiB")
-def test_slots_past_two_gib(device):
+def test_slots_past_two_gib(kernels, device):
     case = Case([200], 1, 32, device)
     pages = 2**31 // case.cache.shape[1] + 8
     pages += -pages % 4
@@ -181,7 +183,7 @@ def test_slots_past_two_gib(device):
     assert cases.relative_error(scores[0], exact) < 1e-5
 
 
-def test_refusals(device):
+def test_refusals(kernels, device):
     case = Case([5], 1, 4, device)
     with pytest.raises(ValueError, match="multiple of 64"):
         kernels.block_maxima(*case.arguments(), case.requests, case.visible, 1, 100)

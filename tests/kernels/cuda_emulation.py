@@ -1,0 +1,51 @@
+"""Builds a CUDA C++ kernel for the CPU: its source, with threads as fibers and PTX emulated (`cuda_emulation.h`)."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sglang_csa2.kernels import cuda_build
+
+CXX = shutil.which("g++")
+needs_compiler = pytest.mark.skipif(CXX is None, reason="needs g++")
+
+
+def build(source, launch, functions, folder):
+    """The library of a kernel whose launch section is replaced by `launch`."""
+    (folder / "kernel.cpp").write_text(_host_source(source.read_text(), launch))
+    here = Path(__file__).parent
+    command = [CXX, "-O2", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{here}", "-o", "kernel.so", "kernel.cpp"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[:3000]
+    return cuda_build.declare(ctypes.CDLL(str(folder / "kernel.so")), functions)
+
+
+def check(status):
+    assert status == 0, "the kernel's threads wait for each other" if status == 999 else f"error {status}"
+
+
+def _sections(source):
+    """The source cut at its section headings: [(heading, text)]."""
+    parts = source.split("\n// ---- ")
+    return [("", parts[0])] + [(part.split(" -")[0], part[part.index("\n") :]) for part in parts[1:]]
+
+
+def _host_source(source, launch):
+    text = []
+    for heading, body in _sections(source):
+        if heading == "":
+            include = '#include "records.cuh"\n'
+            assert include in body
+            records = (cuda_build.SOURCES / "records.cuh").read_text().replace('#include "ptx.cuh"\n', "")
+            text.append(body.replace(include, '#include "cuda_emulation.h"\n' + records.replace("#pragma once", "")))
+        elif heading == "Launch":
+            text.append(launch)
+        else:
+            text.append(body)
+    memory = "extern __shared__ __align__(1024) uint8_t memory[];"
+    source = "\n".join(text)
+    assert memory in source
+    return source.replace(memory, "uint8_t* memory = emulation::current->block->shared;")
