@@ -15,7 +15,8 @@ pytestmark = cuda_emulation.needs_compiler
 _LAUNCH = """
 cudaError_t launch(bool select, const Params& params, int rows, cudaStream_t) {
   static_assert(sizeof(Shared) <= emulation::kSharedBytes);
-  return emulation::launch([=] { select ? select_in_blocks_kernel(params) : best_blocks_kernel(params); }, rows, kThreads);
+  const auto kernel = select ? select_in_blocks_kernel : best_blocks_kernel;
+  return emulation::launch([=] { kernel(params); }, rows, kThreads);
 }
 
 """
