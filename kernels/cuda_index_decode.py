@@ -58,7 +58,7 @@ def block_maxima(
     if grid:
         with torch.cuda.device(q.device):
             tensors = (q, weights, cache, req_to_token, requests, visible)
-            status = call_block_maxima(library(), *tensors, ratio, width, skip, maxima, grid, _stream())
+            status = call_block_maxima(library(), tensors, ratio, width, skip, maxima, grid, _stream())
         if status:
             raise RuntimeError(f"block_maxima did not launch for {rows} rows of {width}: CUDA error {status}")
     return maxima
@@ -84,7 +84,7 @@ def index_scores_candidates(
     if grid:
         with torch.cuda.device(q.device):
             tensors = (q, weights, cache, req_to_token, requests, visible)
-            status = call_candidates(library(), *tensors, ratio, blocks, skip, logits, block_max, grid, _stream())
+            status = call_candidates(library(), tensors, ratio, blocks, skip, logits, block_max, grid, _stream())
         if status:
             raise RuntimeError(
                 f"index_scores_candidates did not launch for {rows} rows of {num_blocks} blocks: CUDA error {status}"
@@ -94,12 +94,7 @@ def index_scores_candidates(
 
 def call_block_maxima(
     library: ctypes.CDLL,
-    q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    req_to_token: Tensor,
-    requests: Tensor,
-    visible: Tensor,
+    tensors: tuple[Tensor, ...],
     ratio: int,
     width: int,
     skip: int,
@@ -107,26 +102,22 @@ def call_block_maxima(
     grid: int,
     stream: int,
 ) -> int:
-    """The C interface on checked tensors: 0, or a CUDA error."""
+    """The C interface on checked tensors, q to visible: 0, or a CUDA error."""
     return library.csa2_block_maxima(
-        *_arguments(q, weights, cache, req_to_token, requests, visible, ratio),
+        *_arguments(*tensors, ratio),
         skip,
         width,
         maxima.blocks.data_ptr(),
         maxima.tiles.data_ptr(),
         grid,
+        cuda_build.EARLY_START,
         stream,
     )
 
 
 def call_candidates(
     library: ctypes.CDLL,
-    q: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    req_to_token: Tensor,
-    requests: Tensor,
-    visible: Tensor,
+    tensors: tuple[Tensor, ...],
     ratio: int,
     blocks: Tensor,
     skip: int,
@@ -137,13 +128,14 @@ def call_candidates(
 ) -> int:
     """The same."""
     return library.csa2_index_scores_candidates(
-        *_arguments(q, weights, cache, req_to_token, requests, visible, ratio),
+        *_arguments(*tensors, ratio),
         skip,
         blocks.data_ptr(),
         blocks.shape[1],
         logits.data_ptr(),
         block_max.data_ptr(),
         grid,
+        cuda_build.EARLY_START,
         stream,
     )
 
@@ -178,12 +170,12 @@ FUNCTIONS = {
     "csa2_block_maxima": [
         *_TENSORS,
         *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-        *(ctypes.c_int, ctypes.c_void_p),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     ],
     "csa2_index_scores_candidates": [
         *_TENSORS,
         *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-        *(ctypes.c_int, ctypes.c_void_p),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     ],
 }
 

@@ -104,6 +104,7 @@ def call_best_blocks(
         keep_newest,
         direct,
         chosen.data_ptr(),
+        cuda_build.EARLY_START,
         stream,
     )
 
@@ -144,6 +145,7 @@ def call_select(
         direct,
         chosen.data_ptr(),
         *slot_arguments,
+        cuda_build.EARLY_START,
         stream,
     )
 
@@ -153,13 +155,13 @@ FUNCTIONS = {
     "csa2_best_blocks": [
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
         *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-        *(ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
     ],
     "csa2_select_in_blocks": [
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
         *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
-        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+        *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     ],
 }
 

@@ -1,7 +1,7 @@
 """Time decode kernels beside their peers in one run: CUDA-graph replays over rotating inputs, medians.
 
     python scripts/bench_decode.py attention [--rows 1 64 512] [--heads 64 16 8] [--json out.json] [--sweep]
-    python scripts/bench_decode.py scores | select | layer [--shapes 1x16384 8x1048576] [--json out.json]
+    python scripts/bench_decode.py scores | select | layer [--shapes 1x16384 8x1048576] [--early] [--json out.json]
 
 attention: the CUDA C++ and the Triton kernel over packed records, and FlashMLA (the `sgl-flash-mla` wheel) over its
 584-byte V4 records, with fewer heads padded to 64 as a server pads them. The same keys, as near as V4 records hold
@@ -26,7 +26,7 @@ import bench_index
 import kernel_cases as cases
 from graph_timing import copy_rate, median_us, medians_us
 
-from sglang_csa2.kernels import cuda_sparse_attention, triton_sparse_attention
+from sglang_csa2.kernels import cuda_build, cuda_sparse_attention, triton_sparse_attention
 from sglang_csa2.kernels.cuda_sparse_attention import Tile
 from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
 from sglang_csa2.layout import MAIN_KV, SWA_KV
@@ -237,10 +237,12 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 16, 8])
     parser.add_argument("--shapes", nargs="*", help="rows x entries, such as 8x65536")
+    parser.add_argument("--early", action="store_true", help="let index kernels start while the one before ends")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
+    cuda_build.EARLY_START = options.early
     if options.what == "attention":
         run = sweep_attention if options.sweep else bench_attention
         results, agreed = run(options.rows, options.heads)

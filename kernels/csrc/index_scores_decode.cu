@@ -1,17 +1,17 @@
 // Index scores of decode rows over paged packed keys on Hopper (sm_90a): the maxima of a scan, and the scores of listed
 // blocks. The contract is in cuda_index_decode.py.
 //
-// Work. A tile is 64 keys of one row: a page of a scan, or eight listed blocks of 8. The tiles of all rows, in order and
-// without those of rows that need no scores, are shared out evenly over the warps of the card. Every warp counts them
-// for itself from the lengths on the device, then works alone: no warp waits for another.
+// Work. A tile is 64 keys of one row: a page of a scan, or eight listed blocks of 8. The tiles of all rows, in order
+// and without those of rows that need no scores, are shared out evenly over the warps of the card. Every warp counts
+// them for itself from the lengths on the device, then works alone: no warp waits for another.
 //
 // Bytes. A page's keys lie together (64 * 64 bytes of data, then 64 * 4 of scales), so a bulk copy brings a page, and
 // two bring a block. A warp's copies run `kStages` tiles ahead in a ring of its own in shared memory; the slots of its
 // next tiles are looked up by all lanes at once.
 //
-// Products. mma.sync with 16 keys as M, 8 heads as N: keys are decoded straight into the A operand. The order of dims is
-// free as long as keys and queries agree on it, so lane t of a quad takes dims 32 t on, which are 16 bytes of a key in
-// one load and have one scale. A row's queries, the B operand, stay in registers (64 of them) from tile to tile.
+// Products. mma.sync with 16 keys as M, 8 heads as N: keys are decoded straight into the A operand. The order of dims
+// is free as long as keys and queries agree on it, so lane t of a quad takes dims 32 t on, which are 16 bytes of a key
+// in one load and have one scale. A row's queries, the B operand, stay in registers (64 of them) from tile to tile.
 //
 // Order of keys. A quad of lanes holds the 8 keys of one block, as rows g and g + 8 of four steps, so that a block's
 // maximum needs no lane outside the quad. Odd quads take the keys of a step in the other order: then the lanes of a
@@ -20,6 +20,7 @@
 // Scale. Decoded keys carry a factor 2^-16 (records.cuh), the relu below one of 2; weights carry 2^15. All are exact.
 // A key's score depends on that key and its row alone: scan and list give the same bits.
 
+#include "launch.cuh"
 #include "records.cuh"
 
 namespace {
@@ -70,11 +71,6 @@ struct alignas(128) Shared {
   Tile tiles[kWarps][kStages];
   uint64_t full[kWarps][kStages];
 };
-
-// An int of either width; those here fit 31 bits, and int64 are little-endian.
-__device__ __forceinline__ int load_int(const void* p, int64_t i, int wide) {
-  return __ldg(static_cast<const int*>(p) + (i << wide));
-}
 
 // ---- Which tiles ----------------------------------------------------------------------------------------------------
 
@@ -211,8 +207,8 @@ struct Feed {
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-// A row's queries and weights as a lane needs them: quad g's head 8 n + g, and dims 32 t on, in the order in which pairs
-// fall out of a key's words; weights of heads 8 n + 2 t and the next.
+// A row's queries and weights as a lane needs them: quad g's head 8 n + g, and dims 32 t on, in the order in which
+// pairs fall out of a key's words; weights of heads 8 n + 2 t and the next.
 struct Queries {
   uint32_t q[8][4][2];  // [step of 16 dims][8 heads][half]
   float weights[4][2];
@@ -325,15 +321,17 @@ __global__ void __launch_bounds__(kThreads, 1) index_scores_kernel(const __grid_
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared*>(memory);
   const int warp = __shfl_sync(kAll, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (lane < kStages) mbarrier_init(shared_address(&shared.full[warp][lane]), 1);
+  mbarrier_init_fence();
+  __syncwarp();
+  let_next_kernel_start();
+  wait_for_kernels_before();
+
   // Warps of one block lie a grid apart, so that few tiles spread over all multiprocessors.
   const int64_t worker = warp * gridDim.x + blockIdx.x, workers = kWarps * gridDim.x;
   const int tiles = count_tiles<LISTED>(params, lane);
   const int first = static_cast<int>(worker * tiles / workers), last = static_cast<int>((worker + 1) * tiles / workers);
   if (first == last) return;
-
-  if (lane < kStages) mbarrier_init(shared_address(&shared.full[warp][lane]), 1);
-  mbarrier_init_fence();
-  __syncwarp();
 
   Feed<LISTED> feed(params, shared, warp, lane, first, last);
   for (int s = 0; s < kStages && first + s < last; ++s) feed.issue(s);
@@ -341,12 +339,12 @@ __global__ void __launch_bounds__(kThreads, 1) index_scores_kernel(const __grid_
   Queries queries;
   int row = -1, stage = 0, phase = 0;
   for (int i = first; i < last; ++i) {
-    mbarrier_wait(shared_address(&shared.full[warp][stage]), phase);
     const Tile& tile = shared.tiles[warp][stage];
-    if (tile.row != row) {
+    if (tile.row != row) {  // a row's queries come while its keys are under way
       row = tile.row;
       queries.load(params, row, lane);
     }
+    mbarrier_wait(shared_address(&shared.full[warp][stage]), phase);
     // Of a list, a tile may be empty.
     const bool any = !LISTED || __any_sync(kAll, tile.present[lane % kBlocks]);
     const float2 scores =
@@ -361,16 +359,25 @@ __global__ void __launch_bounds__(kThreads, 1) index_scores_kernel(const __grid_
 // ---- Launch ---------------------------------------------------------------------------------------------------------
 
 template <bool LISTED>
-cudaError_t launch(const Params& params, int blocks, cudaStream_t stream) {
-  const auto kernel = index_scores_kernel<LISTED>;
-  const int bytes = sizeof(Shared);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<blocks, kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
+cudaError_t launch(const Params& params, int blocks, bool early, cudaStream_t stream) {
+  return launch_kernel(index_scores_kernel<LISTED>, params, blocks, kThreads, sizeof(Shared), early, stream);
 }
 
 // ---- Interface ------------------------------------------------------------------------------------------------------
+
+Params params_of(const void* q, const void* weights, const void* cache, int64_t page_stride, const void* req_to_token,
+                 int64_t request_stride, int req_to_token_wide, const void* requests, int requests_wide,
+                 const void* visible, int visible_wide, int ratio, int rows, int heads, int skip) {
+  Params p = {};
+  p.q = static_cast<const __nv_bfloat16*>(q), p.weights = static_cast<const __nv_bfloat16*>(weights);
+  p.cache = static_cast<const uint8_t*>(cache), p.page_stride = page_stride;
+  p.req_to_token = req_to_token, p.request_stride = request_stride, p.req_to_token_wide = req_to_token_wide;
+  p.requests = requests, p.requests_wide = requests_wide, p.visible = visible, p.visible_wide = visible_wide;
+  p.ratio_shift = ratio - 1, p.rows = rows, p.heads = heads, p.skip = skip;
+  return p;
+}
+
+bool serves(int heads, int ratio, int grid) { return heads <= kHeads && (ratio == 1 || ratio == 2) && grid >= 1; }
 
 }  // namespace
 
@@ -379,16 +386,12 @@ extern "C" int csa2_block_maxima(const void* q, const void* weights, const void*
                                  const void* req_to_token, int64_t request_stride, int req_to_token_wide,
                                  const void* requests, int requests_wide, const void* visible, int visible_wide,
                                  int ratio, int rows, int heads, int skip, int width, void* block_max, void* tile_max,
-                                 int grid, void* stream) {
-  if (heads > kHeads || (ratio != 1 && ratio != 2) || grid < 1) return cudaErrorInvalidValue;
-  Params p = {};
-  p.q = static_cast<const __nv_bfloat16*>(q), p.weights = static_cast<const __nv_bfloat16*>(weights);
-  p.cache = static_cast<const uint8_t*>(cache), p.page_stride = page_stride;
-  p.req_to_token = req_to_token, p.request_stride = request_stride, p.req_to_token_wide = req_to_token_wide;
-  p.requests = requests, p.requests_wide = requests_wide, p.visible = visible, p.visible_wide = visible_wide;
-  p.ratio_shift = ratio - 1, p.rows = rows, p.heads = heads, p.skip = skip, p.width = width;
-  p.block_max = static_cast<float*>(block_max), p.tile_max = static_cast<float*>(tile_max);
-  return launch<false>(p, grid, static_cast<cudaStream_t>(stream));
+                                 int grid, int early, void* stream) {
+  if (!serves(heads, ratio, grid)) return cudaErrorInvalidValue;
+  Params p = params_of(q, weights, cache, page_stride, req_to_token, request_stride, req_to_token_wide, requests,
+                       requests_wide, visible, visible_wide, ratio, rows, heads, skip);
+  p.width = width, p.block_max = static_cast<float*>(block_max), p.tile_max = static_cast<float*>(tile_max);
+  return launch<false>(p, grid, early, static_cast<cudaStream_t>(stream));
 }
 
 extern "C" int csa2_index_scores_candidates(const void* q, const void* weights, const void* cache, int64_t page_stride,
@@ -396,15 +399,11 @@ extern "C" int csa2_index_scores_candidates(const void* q, const void* weights, 
                                             const void* requests, int requests_wide, const void* visible,
                                             int visible_wide, int ratio, int rows, int heads, int skip,
                                             const void* blocks, int num_blocks, void* scores, void* block_max,
-                                            int grid, void* stream) {
-  if (heads > kHeads || (ratio != 1 && ratio != 2) || grid < 1) return cudaErrorInvalidValue;
-  Params p = {};
-  p.q = static_cast<const __nv_bfloat16*>(q), p.weights = static_cast<const __nv_bfloat16*>(weights);
-  p.cache = static_cast<const uint8_t*>(cache), p.page_stride = page_stride;
-  p.req_to_token = req_to_token, p.request_stride = request_stride, p.req_to_token_wide = req_to_token_wide;
-  p.requests = requests, p.requests_wide = requests_wide, p.visible = visible, p.visible_wide = visible_wide;
-  p.ratio_shift = ratio - 1, p.rows = rows, p.heads = heads, p.skip = skip;
+                                            int grid, int early, void* stream) {
+  if (!serves(heads, ratio, grid)) return cudaErrorInvalidValue;
+  Params p = params_of(q, weights, cache, page_stride, req_to_token, request_stride, req_to_token_wide, requests,
+                       requests_wide, visible, visible_wide, ratio, rows, heads, skip);
   p.blocks = static_cast<const int*>(blocks), p.num_blocks = num_blocks;
   p.scores = static_cast<float*>(scores), p.block_max = static_cast<float*>(block_max);
-  return launch<true>(p, grid, static_cast<cudaStream_t>(stream));
+  return launch<true>(p, grid, early, static_cast<cudaStream_t>(stream));
 }

@@ -8,6 +8,7 @@
 // More scores than `direct` go in two levels: the k best groups of 8 by their maxima, then the k best of those groups'
 // members. A prefix sum over ballots gives each kept score its place, so results ascend; ties go to the lower position.
 
+#include "launch.cuh"
 #include "records.cuh"
 
 namespace {
@@ -49,11 +50,6 @@ struct Shared {
   int count[kWarps], total[kWarps], kept[kWarps];
   int bin, above, inside;
 };
-
-// An int of either width; those here fit 31 bits, and int64 are little-endian.
-__device__ __forceinline__ int load_int(const void* p, int64_t i, int wide) {
-  return __ldg(static_cast<const int*>(p) + (i << wide));
-}
 
 // ---- Choose ---------------------------------------------------------------------------------------------------------
 
@@ -192,6 +188,8 @@ __device__ __forceinline__ Shared& begin(uint8_t* memory) {
   auto& shared = *reinterpret_cast<Shared*>(memory);
   for (int i = threadIdx.x; i < kBins; i += kThreads) shared.histogram[i] = 0;
   __syncthreads();
+  let_next_kernel_start();
+  wait_for_kernels_before();
   return shared;
 }
 
@@ -244,7 +242,9 @@ __global__ void __launch_bounds__(kThreads, 1) select_in_blocks_kernel(const __g
   if (!all) {
     int columns = num_blocks;
     if (p.width <= p.direct) {
-      for (int i = threadIdx.x; i < num_blocks; i += kThreads) shared.groups[i] = i, shared.parents[i] = __ldg(blocks + i);
+      for (int i = threadIdx.x; i < num_blocks; i += kThreads) {
+        shared.groups[i] = i, shared.parents[i] = __ldg(blocks + i);
+      }
     } else {
       const float* maxima = p.group_max + row * num_blocks;
       columns = choose(
@@ -282,13 +282,9 @@ __global__ void __launch_bounds__(kThreads, 1) select_in_blocks_kernel(const __g
 
 // ---- Launch ---------------------------------------------------------------------------------------------------------
 
-cudaError_t launch(bool select, const Params& params, int rows, cudaStream_t stream) {
+cudaError_t launch(bool select, const Params& params, int rows, bool early, cudaStream_t stream) {
   const auto kernel = select ? select_in_blocks_kernel : best_blocks_kernel;
-  const int bytes = sizeof(Shared);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<rows, kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(kernel, params, rows, kThreads, sizeof(Shared), early, stream);
 }
 
 // ---- Interface ------------------------------------------------------------------------------------------------------
@@ -297,13 +293,14 @@ cudaError_t launch(bool select, const Params& params, int rows, cudaStream_t str
 
 // Return a cudaError_t, 0 for success.
 extern "C" int csa2_best_blocks(const void* block_max, const void* tile_max, const void* visible, int visible_wide,
-                                int rows, int blocks, int k, int keep_newest, int direct, void* chosen, void* stream) {
+                                int rows, int blocks, int k, int keep_newest, int direct, void* chosen, int early,
+                                void* stream) {
   if (direct > kMaxKeys || blocks > kMaxKeys * kGroup || k > kMaxChosen) return cudaErrorInvalidValue;
   Params p = {};
   p.scores = static_cast<const float*>(block_max), p.group_max = static_cast<const float*>(tile_max);
   p.visible = visible, p.visible_wide = visible_wide, p.chosen = static_cast<int*>(chosen);
   p.width = blocks, p.k = k, p.direct = direct, p.keep_newest = keep_newest;
-  return launch(false, p, rows, static_cast<cudaStream_t>(stream));
+  return launch(false, p, rows, early, static_cast<cudaStream_t>(stream));
 }
 
 // `slots` may be null, and then what follows it to `ratio` is not read.
@@ -311,7 +308,7 @@ extern "C" int csa2_select_in_blocks(const void* scores, const void* block_max, 
                                      const void* visible, int visible_wide, int rows, int num_blocks, int k,
                                      int direct, void* chosen, void* slots, const void* req_to_token,
                                      int64_t request_stride, int req_to_token_wide, const void* requests,
-                                     int requests_wide, int ratio, void* stream) {
+                                     int requests_wide, int ratio, int early, void* stream) {
   if (direct > kMaxKeys || num_blocks > kMaxKeys || k > kMaxChosen) return cudaErrorInvalidValue;
   Params p = {};
   p.scores = static_cast<const float*>(scores), p.group_max = static_cast<const float*>(block_max);
@@ -320,5 +317,5 @@ extern "C" int csa2_select_in_blocks(const void* scores, const void* block_max, 
   p.slots = static_cast<int64_t*>(slots), p.req_to_token = req_to_token, p.request_stride = request_stride;
   p.req_to_token_wide = req_to_token_wide, p.requests = requests, p.requests_wide = requests_wide;
   p.ratio_shift = ratio - 1;
-  return launch(true, p, rows, static_cast<cudaStream_t>(stream));
+  return launch(true, p, rows, early, static_cast<cudaStream_t>(stream));
 }

@@ -375,6 +375,8 @@ inline uint32_t load_pair_if(bool wanted, const uint8_t* p) {
 
 inline uint32_t load_byte_if(bool wanted, const uint8_t* p) { return wanted ? *p : 0; }
 
+inline int load_int(const void* p, int64_t i, int wide) { return static_cast<const int*>(p)[i << wide]; }
+
 inline void prefetch(const uint8_t* p) { static_cast<void>(*static_cast<const volatile uint8_t*>(p)); }
 
 inline void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -481,6 +483,9 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   auto& b = emulation::current->block->barriers[barrier];
   if ((b.phase & 1) == static_cast<int>(parity)) emulation::wait_on(&b.phase);
 }
+
+inline void let_next_kernel_start() {}
+inline void wait_for_kernels_before() {}
 
 template <int COUNT>
 void give_registers() {}

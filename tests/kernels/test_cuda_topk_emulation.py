@@ -13,7 +13,7 @@ from sglang_csa2.kernels import cuda_topk as kernels
 pytestmark = cuda_emulation.needs_compiler
 
 _LAUNCH = """
-cudaError_t launch(bool select, const Params& params, int rows, cudaStream_t) {
+cudaError_t launch(bool select, const Params& params, int rows, bool, cudaStream_t) {
   static_assert(sizeof(Shared) <= emulation::kSharedBytes);
   const auto kernel = select ? select_in_blocks_kernel : best_blocks_kernel;
   return emulation::launch([=] { kernel(params); }, rows, kThreads);
