@@ -22,6 +22,9 @@ import torch
 SOURCES = Path(__file__).parent / "csrc"
 NVCC_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a")
 CAPABILITY = 90
+# Whether kernels that can do so start while the one before them in the stream ends (programmatic dependent launch).
+# Not measured.
+EARLY_START = False
 
 
 def build(source: Path, folder: Path | None = None) -> Path:
@@ -103,3 +106,10 @@ def multiprocessors(device: torch.device) -> int:
             f"{properties.major}.{properties.minor}: use the Triton kernels"
         )
     return properties.multi_processor_count
+
+
+def check_devices(*tensors: torch.Tensor | None) -> None:
+    """Raise unless every tensor is on one CUDA device."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1 or any(device.type != "cuda" for device in devices):
+        raise ValueError(f"every tensor must be on one CUDA device, got {sorted(map(str, devices))}: move them")

@@ -160,8 +160,5 @@ def _check(
                 f"{name} records must start at a multiple of 16 bytes, got {cache.data_ptr():#x}: "
                 "view the pool's buffer"
             )
-    tensors = (q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    if len(devices) > 1 or q.device.type != "cuda":
-        raise ValueError(f"every tensor must be on one CUDA device, got {sorted(map(str, devices))}: move them")
+    cuda_build.check_devices(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
     return sizes

@@ -322,10 +322,7 @@ def index_scores_candidates(
 ) -> tuple[Tensor, Tensor]:
     rows, heads = check_tensors(q, weights, cache, req_to_token, visible, ratio)
     check_rows("requests", requests, (rows,), INT_TYPES)
-    check_rows("blocks", blocks, (rows, None), (torch.int32,))
-    if not blocks.is_contiguous():
-        raise ValueError(f"blocks must be contiguous, got strides {blocks.stride()}: copy them first")
-    num_blocks = blocks.shape[1]
+    num_blocks = check_listed(blocks, rows)
     logits = torch.empty(rows, num_blocks * BLOCK_ENTRIES, dtype=torch.float32, device=q.device)
     block_max = torch.empty(rows, num_blocks, dtype=torch.float32, device=q.device)
     if logits.numel():
@@ -414,6 +411,14 @@ def room_for_maxima(rows: int, width: int, device: torch.device) -> Maxima:
         raise ValueError(f"width is {width}, not a multiple of {TILE_ENTRIES}: round it up, the excess is not touched")
     sizes = (width // BLOCK_ENTRIES, width // TILE_ENTRIES)
     return Maxima(*(torch.empty(rows, size, dtype=torch.float32, device=device) for size in sizes))
+
+
+def check_listed(blocks: Tensor, rows: int) -> int:
+    """The number of blocks that each row lists."""
+    check_rows("blocks", blocks, (rows, None), (torch.int32,))
+    if not blocks.is_contiguous():
+        raise ValueError(f"blocks must be contiguous, got strides {blocks.stride()}: copy them first")
+    return blocks.shape[1]
 
 
 def check_tensors(

@@ -5,6 +5,7 @@
     select_in_blocks(scores fp32 [n, b * 8], block_max fp32 [n, b], blocks int32 [n, b], visible int [n], k)
         -> int32 [n, k] positions; scores and maxima as `index_scores_candidates` gives them
     compressed_slots(positions int [n, k], req_to_token, requests int [n], ratio) -> int64 [n, k]
+    select_slots(select_in_blocks' and compressed_slots' arguments) -> both their results
 
 Results are ascending, unique, below `visible`, padded with -1 at the end. Ties go to the lower position and
 zeros of either sign are equal, so a row's choice depends on that row alone. A NaN score is never chosen, -inf
@@ -236,16 +237,7 @@ def _compressed_slots_kernel(
 
 
 def select_in_blocks(scores: Tensor, block_max: Tensor, blocks: Tensor, visible: Tensor, k: int) -> Tensor:
-    rows, width = _check_rows("scores", scores, visible, k)
-    num_blocks = width // BLOCK_ENTRIES
-    check_rows("block_max", block_max, (rows, num_blocks), (torch.float32,))
-    check_rows("blocks", blocks, (rows, num_blocks), (torch.int32,))
-    if not (blocks.is_contiguous() and block_max.is_contiguous()):
-        raise ValueError(
-            f"blocks and block_max must be contiguous, got strides {blocks.stride()}, {block_max.stride()}: copy them"
-        )
-    if max(num_blocks, k * BLOCK_ENTRIES) > MAX_KEYS:
-        raise ValueError(f"{num_blocks} blocks or k = {k} exceed the {MAX_KEYS} keys of a program: list fewer blocks")
+    rows, num_blocks = check_select(scores, block_max, blocks, visible, k)
     chosen = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if rows:
         k_pad = triton.next_power_of_2(k)
@@ -268,15 +260,7 @@ def select_in_blocks(scores: Tensor, block_max: Tensor, blocks: Tensor, visible:
 
 
 def best_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, k: int, *, keep_newest: bool) -> Tensor:
-    rows, blocks = _check_rows("block_max", block_max, visible, k)
-    check_rows("tile_max", tile_max, (rows, blocks // TILE_BLOCKS), (torch.float32,))
-    if not tile_max.is_contiguous():
-        raise ValueError(f"tile_max must be contiguous, got strides {tile_max.stride()}: copy it first")
-    if blocks > MAX_KEYS * TILE_BLOCKS or k * TILE_BLOCKS > MAX_KEYS:
-        raise ValueError(
-            f"{blocks} blocks or k = {k} is too many: at most {MAX_KEYS * TILE_BLOCKS} blocks and k = "
-            f"{MAX_KEYS // TILE_BLOCKS}; split the context or choose fewer"
-        )
+    rows, blocks = check_best_blocks(block_max, tile_max, visible, k)
     chosen = torch.empty(rows, k, dtype=torch.int32, device=block_max.device)
     if rows:
         k_pad = triton.next_power_of_2(k)
@@ -322,9 +306,52 @@ def compressed_slots(positions: Tensor, req_to_token: Tensor, requests: Tensor, 
     return slots
 
 
+def select_slots(
+    scores: Tensor,
+    block_max: Tensor,
+    blocks: Tensor,
+    visible: Tensor,
+    k: int,
+    req_to_token: Tensor,
+    requests: Tensor,
+    ratio: int,
+) -> tuple[Tensor, Tensor]:
+    positions = select_in_blocks(scores, block_max, blocks, visible, k)
+    return positions, compressed_slots(positions, req_to_token, requests, ratio)
+
+
 def _warps(keys: int) -> int:
     """8 keys per thread, within a program's limits."""
     return min(32, max(4, keys // 256))
+
+
+def check_select(scores: Tensor, block_max: Tensor, blocks: Tensor, visible: Tensor, k: int) -> tuple[int, int]:
+    """(rows, listed blocks) of `select_in_blocks`, whose inputs must be as the module says."""
+    rows, width = _check_rows("scores", scores, visible, k)
+    num_blocks = width // BLOCK_ENTRIES
+    check_rows("block_max", block_max, (rows, num_blocks), (torch.float32,))
+    check_rows("blocks", blocks, (rows, num_blocks), (torch.int32,))
+    if not (blocks.is_contiguous() and block_max.is_contiguous()):
+        raise ValueError(
+            f"blocks and block_max must be contiguous, got strides {blocks.stride()}, {block_max.stride()}: copy them"
+        )
+    if max(num_blocks, k * BLOCK_ENTRIES) > MAX_KEYS:
+        raise ValueError(f"{num_blocks} blocks or k = {k} exceed the {MAX_KEYS} keys of a program: list fewer blocks")
+    return rows, num_blocks
+
+
+def check_best_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, k: int) -> tuple[int, int]:
+    """(rows, blocks) of `best_blocks`, the same."""
+    rows, blocks = _check_rows("block_max", block_max, visible, k)
+    check_rows("tile_max", tile_max, (rows, blocks // TILE_BLOCKS), (torch.float32,))
+    if not tile_max.is_contiguous():
+        raise ValueError(f"tile_max must be contiguous, got strides {tile_max.stride()}: copy it first")
+    if blocks > MAX_KEYS * TILE_BLOCKS or k * TILE_BLOCKS > MAX_KEYS:
+        raise ValueError(
+            f"{blocks} blocks or k = {k} is too many: at most {MAX_KEYS * TILE_BLOCKS} blocks and k = "
+            f"{MAX_KEYS // TILE_BLOCKS}; split the context or choose fewer"
+        )
+    return rows, blocks
 
 
 def _check_rows(name: str, scores: Tensor, visible: Tensor, k: int) -> tuple[int, int]:

@@ -1,11 +1,15 @@
 """Time decode kernels beside their peers in one run: CUDA-graph replays over rotating inputs, medians.
 
     python scripts/bench_decode.py attention [--rows 1 64 512] [--heads 64 16 8] [--json out.json] [--sweep]
+    python scripts/bench_decode.py scores | select | layer [--shapes 1x16384 8x1048576] [--early] [--json out.json]
 
 attention: the CUDA C++ and the Triton kernel over packed records, and FlashMLA (the `sgl-flash-mla` wheel) over its
 584-byte V4 records, with fewer heads padded to 64 as a server pads them. The same keys, as near as V4 records hold
 them. Each kernel is first held to its error bound against float64, and the peer's output to within a few percent of
 ours: where either fails nothing is timed and the exit status is 1. `--sweep` times every tile instead.
+
+scores, select, layer: the indexer's kernels, one by one and as the Full, candidate-source and Reindex layers run them
+(bench_index.py).
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "kernels"))
+import bench_index
 import kernel_cases as cases
 from graph_timing import copy_rate, median_us, medians_us
 
-from sglang_csa2.kernels import cuda_sparse_attention, triton_sparse_attention
+from sglang_csa2.kernels import cuda_build, cuda_sparse_attention, triton_sparse_attention
 from sglang_csa2.kernels.cuda_sparse_attention import Tile
 from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
 from sglang_csa2.layout import MAIN_KV, SWA_KV
@@ -228,17 +233,24 @@ def sweep_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[d
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["attention"])
+    parser.add_argument("what", choices=["attention", *bench_index.STEPS])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 16, 8])
+    parser.add_argument("--shapes", nargs="*", help="rows x entries, such as 8x65536")
+    parser.add_argument("--early", action="store_true", help="let index kernels start while the one before ends")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    run = sweep_attention if options.sweep else bench_attention
-    results, agreed = run(options.rows, options.heads)
+    cuda_build.EARLY_START = options.early
+    if options.what == "attention":
+        run = sweep_attention if options.sweep else bench_attention
+        results, agreed = run(options.rows, options.heads)
+    else:
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes or ()] or bench_index.SHAPES
+        results, agreed = bench_index.bench_index(options.what, shapes)
     if options.json:
-        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "attention": results}, indent=1))
+        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), options.what: results}, indent=1))
     return 0 if agreed else 1
 
 

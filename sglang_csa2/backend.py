@@ -77,6 +77,7 @@ class Csa2AttnBackend(AttentionBackend):
         self.prefill_kv_reuse = envs.prefill_kv_reuse()
         logger.info("csa2 serves %d layers through its %s route", len(self.plan.layers), self.ops.name)
         logger.info("csa2 prefill attention: %s", self.ops.prefill_route)
+        logger.info("csa2 indexer kernels: %s", self.indexer.kernels)
         # Kernels are built at start and not under the first request that is long enough.
         device = self.req_to_token_pool.req_to_token.device
         self.ops.warm_up(device)

@@ -29,8 +29,10 @@ _TILE_BYTES = 64 << 20
 class Indexer:
     """What the routes share: which pool a layer consumes, whether it publishes one, and the publishing.
 
-    Holds no state of a forward.
+    Holds no state of a forward. kernels: which ones it runs, and why, for the log.
     """
+
+    kernels: str
 
     def __init__(self, plan: LayerPlan):
         self.config = plan.config
@@ -55,31 +57,31 @@ class Indexer:
         consumed = None
         if layer.pool_source is not None:
             consumed = meta.selection.consume_pool(layer.pool_source, layer.layer_id)
-        positions, published = self._choose(layer, q, weights, cache, meta, consumed)
-        meta.selection.publish_topk(layer.layer_id, TopK(positions, self._slots(positions, layer, meta)))
+        chosen, published = self._choose(layer, q, weights, cache, meta, consumed)
+        meta.selection.publish_topk(layer.layer_id, chosen)
         if layer.is_candidate_source:
             meta.selection.publish_pool(layer.layer_id, published)
         if self.trace is not None and self.trace.is_live:
-            unrestricted = None if consumed is None else self._choose(layer, q, weights, cache, meta, None)[0]
-            self.trace.record(layer, meta, positions, published, unrestricted)
+            unrestricted = None
+            if consumed is not None:
+                unrestricted = self._choose(layer, q, weights, cache, meta, None)[0].positions
+            self.trace.record(layer, meta, chosen.positions, published, unrestricted)
 
     def _wants_pool(self, layer: LayerSpec, meta: Csa2Metadata) -> bool:
         """False too where every row's context fits the pool: the step is skipped, the result the same."""
         return layer.is_candidate_source and meta.longest // layer.ratio > self.config.candidate_pool_entries
 
-    def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Positions [rows, topk], and the pool to publish or None."""
-        raise NotImplementedError
-
-    def _slots(self, positions: Tensor, layer: LayerSpec, meta: Csa2Metadata) -> Tensor:
-        """int64 [rows, topk] slots of the chosen positions."""
+    def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[TopK, Tensor | None]:
+        """The Top-K, and the pool to publish or None."""
         raise NotImplementedError
 
 
 class TorchIndexer(Indexer):
     """The torch route."""
 
-    def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    kernels = "torch"
+
+    def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[TopK, Tensor | None]:
         device = q.device
         positions = torch.full((meta.num_rows, self.config.index_topk), -1, dtype=torch.int64, device=device)
         published = None
@@ -99,10 +101,8 @@ class TorchIndexer(Indexer):
                 published[rows] = candidate_blocks(
                     scores, visible, self.config.candidate_topk_blocks, self.config.candidate_block_size
                 )
-        return positions, published
-
-    def _slots(self, positions: Tensor, layer: LayerSpec, meta: Csa2Metadata) -> Tensor:
-        return meta.tables.compressed_slots(meta.requests[:, None], positions, layer.ratio)
+        slots = meta.tables.compressed_slots(meta.requests[:, None], positions, layer.ratio)
+        return TopK(positions, slots), published
 
     def _tiles(self, layer: LayerSpec, meta: Csa2Metadata, in_pool: bool) -> Iterator[RowGroup]:
         """The forward's rows as rectangles under the tile budget."""

@@ -5,6 +5,8 @@
 | `torch`  | CPU     | kernels/*.py, the torch forms             | the model is on a CPU  |
 | `triton` | CUDA    | kernels/triton_*.py                       | the model is on a GPU  |
 
+The indexer chooses its kernels itself (indexer_cuda.py): CUDA C++ on Hopper, otherwise Triton.
+
 Within the triton route a prefill of many rows goes through a bf16 workspace (workspace.py) and the library FlashMLA's
 kernel, where the library is installed and has one for the card; otherwise packed records are read directly, as in a
 decode. `prefill_route` says which, and why; the backend logs it.

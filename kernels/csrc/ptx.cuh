@@ -70,6 +70,11 @@ __device__ __forceinline__ uint32_t load_byte_if(bool wanted, const uint8_t* p) 
   return v;
 }
 
+// Element i of a table of int32 or, `wide`, int64: the low word, as no slot, length or request here reaches 2^31.
+__device__ __forceinline__ int load_int(const void* p, int64_t i, int wide) {
+  return __ldg(static_cast<const int*>(p) + (i << wide));
+}
+
 __device__ __forceinline__ void prefetch(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -82,6 +87,12 @@ __device__ __forceinline__ void store_shared(uint32_t address, float a, float b)
 
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t a) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(a) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
 }
 
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
@@ -177,6 +188,10 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       "r"(parity)
       : "memory");
 }
+
+// Kernels launched early (launch.cuh): the next may start from here on; what those before wrote is there from here on.
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // The calling warpgroup's registers per thread from here on, fewer or more than at launch.
 template <int COUNT>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -159,13 +160,13 @@ def test_a_selection_that_breaks_a_rule(bench, fault, message):
     choose = bench.backend.indexer.inner._choose
 
     def faulty(layer, q, weights, cache, meta, consumed):
-        positions, pool = choose(layer, q, weights, cache, meta, consumed)
+        chosen, pool = choose(layer, q, weights, cache, meta, consumed)
         if layer.layer_id == 7:
             if "leaves" in message:
                 # The row's pool without its block 0.
                 consumed[:, :] = torch.tensor([1, 3])
-            positions = fault(positions)
-        return positions, pool
+            chosen = replace(chosen, positions=fault(chosen.positions))
+        return chosen, pool
 
     bench.backend.indexer.inner._choose = faulty
     with pytest.raises(CheckError, match=message):
@@ -177,8 +178,8 @@ def test_a_pool_without_the_newest_block(bench):
     choose = bench.backend.indexer.inner._choose
 
     def faulty(layer, q, weights, cache, meta, consumed):
-        positions, pool = choose(layer, q, weights, cache, meta, consumed)
-        return positions, pool if pool is None else pool.fill_(-1)
+        chosen, pool = choose(layer, q, weights, cache, meta, consumed)
+        return chosen, pool if pool is None else pool.fill_(-1)
 
     bench.backend.indexer.inner._choose = faulty
     with pytest.raises(CheckError, match="newest block"):

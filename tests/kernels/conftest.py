@@ -9,7 +9,8 @@ triton = pytest.importorskip("triton")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _CPU_ONLY = (
     "test_compile.py", "test_cuda_compile.py", "test_cuda_emulation.py", "test_cuda_index_emulation.py",
-    "test_interpret.py", "test_flash_mla_prefill.py",
+    "test_interpret.py", "test_flash_mla_prefill.py", "test_cuda_index_decode_emulation.py",
+    "test_cuda_topk_emulation.py",
 )  # fmt: skip
 
 

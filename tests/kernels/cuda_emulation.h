@@ -33,6 +33,9 @@ constexpr int kDeadlock = 999;
 using std::max;
 using std::min;
 
+struct int2 {
+  int x, y;
+};
 struct float2 {
   float x, y;
 };
@@ -48,12 +51,13 @@ struct uint4 {
 struct __nv_bfloat16 {
   uint16_t bits;
 };
+inline int2 make_int2(int x, int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 namespace emulation {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 1024;
 constexpr size_t kSharedBytes = 227 << 10;
 
 struct Gate {
@@ -162,7 +166,8 @@ inline uint8_t* at(uint32_t address, int aligned) {
   return current->block->cluster->blocks[address >> 24].shared + (address & 0xFFFFFF);
 }
 
-// Element (row, k) of an operand, 64 rows wide where it is not K-major. Its descriptor is its address, on which the 128-byte swizzle acts.
+// Element (row, k) of an operand, 64 rows wide where it is not K-major. Its descriptor is its address, on which the
+// 128-byte swizzle acts.
 inline float operand(uint64_t descriptor, int row, int k, bool k_major) {
   uint32_t address = static_cast<uint32_t>(descriptor << 4);
   address += k_major ? row / 8 * 1024 + row % 8 * 128 + k * 2 : k / 8 * 1024 + k % 8 * 128 + row * 2;
@@ -225,6 +230,16 @@ inline bool run(int first, int y, int splits, unsigned seed) {
   return live == 0;
 }
 
+// Blocks one after another, each a cluster of its own.
+inline cudaError_t launch(std::function<void()> body, int blocks, int block_threads) {
+  kernel = std::move(body), grid_x = blocks, threads = block_threads;
+  const char* seed = getenv("EMULATION_SEED");
+  for (int x = 0; x < blocks; ++x) {
+    if (!run(x, 0, 1, seed ? atoi(seed) : 1)) return kDeadlock;
+  }
+  return 0;
+}
+
 }  // namespace emulation
 
 #define threadIdx (emulation::Index{emulation::current->thread, 0})
@@ -257,6 +272,58 @@ inline bool __any_sync(uint32_t mask, bool vote) { return __ballot_sync(mask, vo
 
 inline void __syncwarp() { emulation::pass(emulation::warp().gate, 32); }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(uint32_t x) { return __builtin_ffs(x); }
+inline int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
+
+template <class T>
+T __shfl_up_sync(uint32_t, T value, int by) {
+  return emulation::exchange(value, emulation::lane() < by ? emulation::lane() : emulation::lane() - by);
+}
+
+namespace emulation {
+
+// All lanes' values put together.
+template <class T, class Join>
+T reduce(T value, Join join) {
+  Warp& w = warp();
+  memcpy(w.values[lane()], &value, sizeof value);
+  pass(w.gate, 32);
+  T result, next;
+  memcpy(&result, w.values[0], sizeof result);
+  for (int i = 1; i < 32; ++i) memcpy(&next, w.values[i], sizeof next), result = join(result, next);
+  pass(w.gate, 32);
+  return result;
+}
+
+}  // namespace emulation
+
+template <class T>
+T __reduce_add_sync(uint32_t, T value) {
+  return emulation::reduce(value, [](T a, T b) { return a + b; });
+}
+
+template <class T>
+T __reduce_min_sync(uint32_t, T value) {
+  return emulation::reduce(value, [](T a, T b) { return min(a, b); });
+}
+
+template <class T>
+T __reduce_max_sync(uint32_t, T value) {
+  return emulation::reduce(value, [](T a, T b) { return max(a, b); });
+}
+
+template <class T>
+T atomicAdd(T* p, T value) {
+  const T before = *p;
+  *p += value;
+  return before;
+}
+
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
 
 inline float __uint_as_float(uint32_t bits) {
   float value;
@@ -308,6 +375,8 @@ inline uint32_t load_pair_if(bool wanted, const uint8_t* p) {
 
 inline uint32_t load_byte_if(bool wanted, const uint8_t* p) { return wanted ? *p : 0; }
 
+inline int load_int(const void* p, int64_t i, int wide) { return static_cast<const int*>(p)[i << wide]; }
+
 inline void prefetch(const uint8_t* p) { static_cast<void>(*static_cast<const volatile uint8_t*>(p)); }
 
 inline void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -321,6 +390,8 @@ inline void store_shared(uint32_t address, float a, float b) {
 }
 
 inline void store_shared(uint32_t address, uint32_t a) { memcpy(emulation::at(address, 4), &a, 4); }
+
+inline uint32_t load_shared_byte(uint32_t address) { return *emulation::at(address, 1); }
 
 inline uint4 load_shared(uint32_t address) {
   uint4 v;
@@ -412,6 +483,9 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   auto& b = emulation::current->block->barriers[barrier];
   if ((b.phase & 1) == static_cast<int>(parity)) emulation::wait_on(&b.phase);
 }
+
+inline void let_next_kernel_start() {}
+inline void wait_for_kernels_before() {}
 
 template <int COUNT>
 void give_registers() {}

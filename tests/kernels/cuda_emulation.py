@@ -39,6 +39,7 @@ def _host_source(source, launch):
         if heading == "":
             include = '#include "records.cuh"\n'
             assert include in body
+            body = body.replace('#include "launch.cuh"\n', "")
             records = (cuda_build.SOURCES / "records.cuh").read_text().replace('#include "ptx.cuh"\n', "")
             text.append(body.replace(include, '#include "cuda_emulation.h"\n' + records.replace("#pragma once", "")))
         elif heading == "Launch":

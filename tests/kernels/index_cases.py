@@ -90,14 +90,3 @@ def maxima_of(scores, size):
     groups = -(-len(scores) // size)
     padded = torch.nn.functional.pad(scores, (0, groups * size - len(scores)), value=-torch.inf)
     return padded.view(groups, size).amax(-1)
-
-
-def poison_outputs(monkeypatch):
-    real = torch.empty
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda *size, dtype=None, device=None: real(*size, dtype=dtype, device=device).fill_(
-            torch.nan if dtype is None or dtype.is_floating_point else 77
-        ),
-    )

@@ -3,10 +3,13 @@
 The bound: a kernel's relative error against float64 is at most `SLACK` times that of eager bf16 torch.
 """
 
+import importlib
 import os
 
+import pytest
 import torch
 
+from sglang_csa2.kernels import cuda_build
 from sglang_csa2.kernels.records import (
     decode_main_kv,
     decode_swa_kv,
@@ -32,6 +35,30 @@ EPS = 1e-20
 def pick(full, small):
     """Parameter lists: all on a GPU, a few in the interpreter."""
     return small if INTERPRETED else full
+
+
+def module_of(name):
+    """A module of kernels; the test is skipped where it is of CUDA C++ and cannot run."""
+    if name.startswith("cuda_"):
+        if INTERPRETED or not torch.cuda.is_available():
+            pytest.skip("runs on Hopper")
+        major, minor = torch.cuda.get_device_capability()
+        missing = cuda_build.missing(10 * major + minor)
+        if missing:
+            pytest.skip(missing)
+    return importlib.import_module(f"sglang_csa2.kernels.{name}")
+
+
+def poison_outputs(monkeypatch):
+    """New tensors hold NaN, or -77."""
+    real = torch.empty
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda *size, dtype=None, device=None: real(*size, dtype=dtype, device=device).fill_(
+            torch.nan if dtype is None or dtype.is_floating_point else -77
+        ),
+    )
 
 
 def relative_error(out, ref):

@@ -4,13 +4,7 @@ import kernel_cases as cases
 import pytest
 import torch
 
-from sglang_csa2.kernels import (
-    triton_index_scores,
-    triton_pool_pairs,
-    triton_sparse_attention,
-    triton_store,
-    triton_topk,
-)
+from sglang_csa2.kernels import triton_pool_pairs, triton_sparse_attention, triton_store
 from sglang_csa2.reference import quantize_index
 
 pytestmark = pytest.mark.skipif(cases.INTERPRETED, reason="captures a graph")
@@ -21,7 +15,8 @@ ROWS, CONTEXT, TOPK = 5, 1 << 16, 512
 class Step:
     """Store, score, choose, attend at ratio 2, over static buffers."""
 
-    def __init__(self, device):
+    def __init__(self, device, scoring, selecting):
+        self.scoring, self.selecting = scoring, selecting
         self.req_to_token, slots = cases.paged_context(ROWS, CONTEXT, device)
         self.index = cases.index_cache(slots // 2, device)
         self.main = cases.main_cache(1 << 14, device).repeat(slots // 2 >> 14, 1)
@@ -52,19 +47,21 @@ class Step:
         triton_store.main_kv_store(latent, self.table, entry_positions, entry_slots, self.main)
         visible = (self.positions + 1) // 2
         part = (self.index_q, self.weights, self.index, self.req_to_token, self.requests, visible, 2)
-        maxima = triton_index_scores.block_maxima(*part, CONTEXT // 2, skip=TOPK * 8)
-        blocks = triton_topk.best_blocks(*maxima, visible, TOPK, keep_newest=False)
-        scores, best = triton_index_scores.index_scores_candidates(*part, blocks, skip=TOPK)
-        chosen = triton_topk.select_in_blocks(scores, best, blocks, visible, TOPK)
-        slots = triton_topk.compressed_slots(chosen, self.req_to_token, self.requests, 2)
+        maxima = self.scoring.block_maxima(*part, CONTEXT // 2, skip=TOPK * 8)
+        blocks = self.selecting.best_blocks(*maxima, visible, TOPK, keep_newest=False)
+        scores, best = self.scoring.index_scores_candidates(*part, blocks, skip=TOPK)
+        chosen, slots = self.selecting.select_slots(
+            scores, best, blocks, visible, TOPK, self.req_to_token, self.requests, 2
+        )
         out = triton_sparse_attention.sparse_attention(
             self.q, self.swa, self.swa_slots, self.main, slots, self.sink, 512**-0.5
         )
         return chosen, slots, out
 
 
-def test_replay_follows_the_device(device):
-    step = Step(device)
+@pytest.mark.parametrize("forms", [("triton_index_scores", "triton_topk"), ("cuda_index_decode", "cuda_topk")])
+def test_replay_follows_the_device(forms, device):
+    step = Step(device, *map(cases.module_of, forms))
     step.move([0, 1, 2, 3, 4])
     step()
     torch.cuda.synchronize()

@@ -28,7 +28,7 @@ def _scan(case, skip=0, tile=None, **changes):
 
 
 def _check(case, monkeypatch, skip=0, **changes):
-    index_cases.poison_outputs(monkeypatch)
+    cases.poison_outputs(monkeypatch)
     index_cases.check_prefill(case, _scan(case, skip, **changes), skip)
 
 
@@ -89,7 +89,7 @@ def test_visible_past_the_width(width, device, monkeypatch):
 @pytest.mark.parametrize("seen", [0, 100])
 def test_nothing_to_do(seen, device, monkeypatch):
     case = index_cases.prefill_case([seen] * 9, 1, 32, device)
-    index_cases.poison_outputs(monkeypatch)
+    cases.poison_outputs(monkeypatch)
     assert all(part.isnan().all() for part in _scan(case, skip=100))
     assert _scan(case, width=0).blocks.shape == (9, 0)
 

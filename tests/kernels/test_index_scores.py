@@ -5,7 +5,7 @@ import kernel_cases as cases
 import pytest
 import torch
 
-from sglang_csa2.kernels import triton_index_scores as kernels
+from sglang_csa2.kernels import triton_index_scores
 from sglang_csa2.kernels.index_scores import gather_index_k
 from sglang_csa2.layout import INDEX_PAGE_SLOTS
 from sglang_csa2.reference import index_scores as reference_scores
@@ -15,11 +15,20 @@ LENGTHS = cases.pick(
 )
 
 
+@pytest.fixture(params=["triton_index_scores", "cuda_index_decode"])
+def kernels(request):
+    return cases.module_of(request.param)
+
+
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("heads", cases.pick([4, 32], [4]))
-def test_decode(ratio, heads, device, monkeypatch):
-    case = index_cases.Case(LENGTHS, ratio, heads, device)
-    index_cases.poison_outputs(monkeypatch)
+def test_decode(ratio, heads, kernels, device, monkeypatch):
+    check_decode(kernels, index_cases.Case(LENGTHS, ratio, heads, device), monkeypatch)
+
+
+def check_decode(kernels, case, monkeypatch):
+    ratio = case.ratio
+    cases.poison_outputs(monkeypatch)
     maxima = kernels.block_maxima(*case.arguments(), case.requests, case.visible, ratio, case.width)
     skipping = kernels.block_maxima(*case.arguments(), case.requests, case.visible, ratio, case.width, skip=128)
     for row, length in enumerate(case.visible.tolist()):
@@ -33,7 +42,7 @@ def test_decode(ratio, heads, device, monkeypatch):
 
 @pytest.mark.skipif(cases.INTERPRETED, reason="long")
 @pytest.mark.parametrize(("length", "ratio"), [(131073, 1), (131073, 2), (524288, 1)])
-def test_decode_long(length, ratio, device):
+def test_decode_long(length, ratio, kernels, device):
     case = index_cases.Case([length, 3], ratio, 32, device)
     maxima = kernels.block_maxima(*case.arguments(), case.requests.int(), case.visible.int(), ratio, case.width)
     for row, visible in enumerate(case.visible.tolist()):
@@ -47,10 +56,10 @@ def test_prefill(ratio, length, device, monkeypatch):
     case = index_cases.Case([length], ratio, 32, device, rows_per_request=rows)
     case.visible = torch.arange(length - rows + 1, length + 1, device=device).clamp(min=0)
     case.requests = torch.zeros_like(case.visible)
-    index_cases.poison_outputs(monkeypatch)
+    cases.poison_outputs(monkeypatch)
     arguments = (*case.arguments(), case.requests[:1], case.visible, ratio, case.width)
-    maxima = kernels.block_maxima_prefill(*arguments)
-    skipping = kernels.block_maxima_prefill(*arguments, skip=128)
+    maxima = triton_index_scores.block_maxima_prefill(*arguments)
+    skipping = triton_index_scores.block_maxima_prefill(*arguments, skip=128)
     for row, visible in enumerate(case.visible.tolist()):
         index_cases.check(case, row, maxima)
         if visible > 128:
@@ -61,15 +70,19 @@ def test_prefill(ratio, length, device, monkeypatch):
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize("num_blocks", cases.pick([1, 15, 16, 17, 2048], [1, 17]))
-def test_candidates(ratio, num_blocks, device, monkeypatch):
-    case = index_cases.Case(LENGTHS, ratio, 32, device)
-    blocks = torch.full((len(LENGTHS), num_blocks), -1, dtype=torch.int32, device=device)
+def test_candidates(ratio, num_blocks, kernels, device, monkeypatch):
+    check_candidates(kernels, index_cases.Case(LENGTHS, ratio, 32, device), num_blocks, monkeypatch)
+
+
+def check_candidates(kernels, case, num_blocks, monkeypatch):
+    ratio, rows, device = case.ratio, len(case.visible), case.q.device
+    blocks = torch.full((rows, num_blocks), -1, dtype=torch.int32, device=device)
     for row, length in enumerate(case.visible.tolist()):
         some = torch.randperm(-(-length // 8), device=device)[: num_blocks - row % 2].sort().values
         blocks[row, : len(some)] = some.int()
-    index_cases.poison_outputs(monkeypatch)
+    cases.poison_outputs(monkeypatch)
     have, block_max = kernels.index_scores_candidates(*case.arguments(), case.requests, case.visible, ratio, blocks)
-    for row in range(len(LENGTHS)):
+    for row in range(rows):
         entries = (blocks[row, :, None] * 8 + torch.arange(8, device=device)).flatten()
         there = (blocks[row].repeat_interleave(8) >= 0) & (entries < case.visible[row])
         assert (have[row, ~there] == -torch.inf).all()
@@ -88,7 +101,7 @@ def test_candidates(ratio, num_blocks, device, monkeypatch):
 
 
 @pytest.mark.skipif(cases.INTERPRETED, reason="allocates 2 GiB")
-def test_slots_past_two_gib(device):
+def test_slots_past_two_gib(kernels, device):
     case = index_cases.Case([200], 1, 32, device)
     pages = 2**31 // case.cache.shape[1] + 8
     pages += -pages % 4
@@ -106,7 +119,7 @@ def test_slots_past_two_gib(device):
     assert cases.relative_error(scores[0], exact) < 1e-5
 
 
-def test_refusals(device):
+def test_refusals(kernels, device):
     case = index_cases.Case([5], 1, 4, device)
     with pytest.raises(ValueError, match="multiple of 64"):
         kernels.block_maxima(*case.arguments(), case.requests, case.visible, 1, 100)

@@ -4,13 +4,18 @@ import kernel_cases as cases
 import pytest
 import torch
 
-from sglang_csa2.kernels import triton_topk as kernels
+from sglang_csa2.kernels import triton_topk
 
 LENGTHS = cases.pick(
     [0, 1, 2, 7, 127, 128, 129, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097, 16383, 16384], [0, 1, 9, 129, 513]
 )
 KEEP = cases.pick([512], [16])[0]
 KINDS = ["normal", "ties", "constant", "nan", "negative", "infinite"]
+
+
+@pytest.fixture(params=["triton_topk", "cuda_topk"])
+def kernels(request):
+    return cases.module_of(request.param)
 
 
 def _scores(rows, width, kind, device):
@@ -69,26 +74,30 @@ def _blocks(length, num_blocks, device):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_blocks", cases.pick([1, 65, 2048], [20]))
-def test_select_in_blocks(num_blocks, kind, device):
+def test_select_in_blocks(num_blocks, kind, kernels, device):
     lengths = [*LENGTHS, *cases.pick([131073, 1048576], [5000])]
+    check_select_in_blocks(kernels, lengths, num_blocks, KEEP, kind, device)
+
+
+def check_select_in_blocks(kernels, lengths, num_blocks, keep, kind, device):
     visible = torch.tensor(lengths, device=device)
     blocks = torch.stack([_blocks(length, num_blocks, device) for length in lengths])
     compact = _scores(len(lengths), num_blocks * 8, kind, device)
     positions = blocks.repeat_interleave(8, 1) * 8 + torch.arange(num_blocks * 8, device=device) % 8
     live = (blocks.repeat_interleave(8, 1) >= 0) & (positions < visible[:, None]) & ~compact.isnan()
     block_max = compact.masked_fill(~live, -torch.inf).view(len(lengths), -1, 8).amax(-1)
-    chosen = kernels.select_in_blocks(compact, block_max, blocks, visible, KEEP)
+    chosen = kernels.select_in_blocks(compact, block_max, blocks, visible, keep)
     for row, length in enumerate(lengths):
         entries = (blocks[row, :, None] * 8 + torch.arange(8, device=device)).flatten().long()
         there = (blocks[row].repeat_interleave(8) >= 0) & (entries < length)
         # The choice in terms of compact columns.
         column_of = {int(entry): column for column, entry in enumerate(entries.tolist()) if there[column]}
-        if length <= min(KEEP, num_blocks * 8):
+        if length <= min(keep, num_blocks * 8):
             # All that the row sees fits: scores are not asked.
-            assert chosen[row].tolist() == [*range(length), *[-1] * (KEEP - length)]
+            assert chosen[row].tolist() == [*range(length), *[-1] * (keep - length)]
             continue
         columns = torch.tensor([column_of.get(entry, -1) for entry in chosen[row].tolist()], device=device)
-        check_choice(columns, compact[row], there, KEEP)
+        check_choice(columns, compact[row], there, keep)
 
 
 @pytest.mark.parametrize("keep_newest", [True, False])
@@ -97,7 +106,11 @@ def test_select_in_blocks(num_blocks, kind, device):
     ("lengths", "keep"), cases.pick([(LENGTHS, 16), (LENGTHS, 512), (LENGTHS, 2048), (WIDE, 512), (WIDE, 2048)],
                                     [(LENGTHS, 16)])
 )  # fmt: skip
-def test_best_blocks(lengths, keep, kind, keep_newest, device):
+def test_best_blocks(lengths, keep, kind, keep_newest, kernels, device):
+    check_best_blocks(kernels, lengths, keep, kind, keep_newest, device)
+
+
+def check_best_blocks(kernels, lengths, keep, kind, keep_newest, device):
     visible = torch.tensor(lengths, device=device)
     width = -(-max(lengths) // 64) * 64
     scores = _scores(len(lengths), width, kind, device)
@@ -121,11 +134,11 @@ def test_compressed_slots(ratio, device):
     positions[torch.rand(6, 100, device=device) < 0.3] = -1
     requests = torch.randint(0, 4, (6,), device=device)
     want = req_to_token[requests[:, None], positions.clamp(min=0).long() * ratio].long() // ratio
-    have = kernels.compressed_slots(positions, req_to_token, requests, ratio)
+    have = triton_topk.compressed_slots(positions, req_to_token, requests, ratio)
     assert torch.equal(have, want.masked_fill(positions < 0, -1))
 
 
-def test_refusals(device):
+def test_refusals(kernels, device):
     visible = torch.zeros(1, dtype=torch.int64, device=device)
     blocks = torch.zeros(1, 64, device=device)
     with pytest.raises(ValueError, match="k = 4096"):

@@ -22,7 +22,12 @@ MODULES = {
 # What none of a request's or a checkpoint's data reaches: each with why it is there.
 ALLOWED = {
     # Runs nvcc on its own source in a scratch folder and loads the result.
-    "kernels/cuda_sparse_attention": {"subprocess", "ctypes", "shutil", "tempfile"},
+    "kernels/cuda_build": {"subprocess", "ctypes", "shutil", "tempfile"},
+    # Load what that built.
+    "kernels/cuda_index_decode": {"ctypes", "load"},
+    "kernels/cuda_index_scores": {"ctypes", "load"},
+    "kernels/cuda_sparse_attention": {"ctypes", "load"},
+    "kernels/cuda_topk": {"ctypes", "load"},
     # The JSON of a folder that the user of `verify` names.
     "sglang_csa2/reference_model": {"loads"},
 }
