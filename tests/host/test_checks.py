@@ -165,7 +165,9 @@ def test_a_selection_that_breaks_a_rule(bench, fault, message):
             if "leaves" in message:
                 # The row's pool without its block 0.
                 consumed[:, :] = torch.tensor([1, 3])
-            chosen = replace(chosen, positions=fault(chosen.positions))
+            positions = fault(chosen.positions)
+            slots = meta.tables.compressed_slots(meta.requests[:, None], positions, layer.ratio)
+            chosen = replace(chosen, positions=positions, slots=slots)
         return chosen, pool
 
     bench.backend.indexer.inner._choose = faulty
