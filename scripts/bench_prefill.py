@@ -1,6 +1,7 @@
 """Time prefill's index selection beside its peers in one run: CUDA-graph replays over rotating inputs, medians.
 
     python scripts/bench_prefill.py scores [--shapes 8192x16384 ...] [--rounds 7] [--json out.json] [--sweep]
+    python scripts/bench_prefill.py reindex [--shapes 8192x65536 8192x524288] [--rounds 7] [--json out.json]
 
 scores: rows of one request, the last of its entries (row i sees entries - rows + i + 1), 32 heads, ratio 1, pages in
 random order. Columns: the scan alone (CUDA C++, Triton), the whole selection as the GPU route runs it (scan, best
@@ -11,6 +12,9 @@ entries alone.
 Before a shape is timed both scans are held to float64 scores on sampled rows, and no entry that a selection left out
 may score above one it chose: where that fails nothing is timed and the exit status is 1. `--sweep` times the CUDA C++
 scan with other numbers of groups per block instead.
+
+reindex: what a Reindex layer does with the same rows, each with a pool of 2,048 random blocks of its own: scores of the
+pool's entries, Top-K and slots. Its time should not follow the context.
 """
 
 from __future__ import annotations
@@ -28,16 +32,17 @@ import kernel_cases as cases
 from graph_timing import medians_us
 
 from sglang_csa2 import indexer_cuda
-from sglang_csa2.kernels import cuda_build, cuda_index_scores, triton_index_scores, triton_topk
+from sglang_csa2.kernels import cuda_build, cuda_index_scores
 from sglang_csa2.kernels.cuda_index_scores import Tile
 from sglang_csa2.kernels.index_scores import gather_index_k
 from sglang_csa2.kernels.records import decode_index_k, encode_index_k
 from sglang_csa2.layout import INDEX_K
 
 DEVICE = torch.device("cuda")
-HEADS, TOPK, POOL_ENTRIES = 32, 512, 16384
+HEADS, TOPK, POOL_BLOCKS, POOL_ENTRIES = 32, 512, 2048, 16384
 SHAPES = ["8192x16384", "8192x65536", "4096x131072"]
-SCANS = {"cuda": cuda_index_scores.block_maxima_prefill, "triton": triton_index_scores.block_maxima_prefill}
+REINDEX_SHAPES = ["8192x32768", "8192x65536", "8192x131072", "8192x262144", "8192x524288"]
+FORMS = {"cuda": indexer_cuda.cuda_kernels(), "triton": indexer_cuda.triton_kernels("for comparison")}
 ROTATION = 2
 SAMPLES = 12
 STOCK_BYTES = 1 << 30
@@ -66,25 +71,34 @@ class Prefill:
         self.keys = gather_index_k(self.cache, self.table[0, :entries].long())
         self.flops = int(self.visible.sum()) * HEADS * 128 * 2
 
-    def scan(self, op, q, **options):
+    def scan(self, form, q, **options):
         """The whole scan in one launch."""
         arguments = (q, self.weights, self.cache, self.table, self.request, self.visible, 1, self.width)
-        return op(*arguments, **options)
+        return form.block_maxima_prefill(*arguments, **options)
 
-    def select(self, op, q):
+    def select(self, form, q):
         """Positions, int32 [rows, TOPK], in tiles of rows as the GPU route cuts them."""
         height = max(1, indexer_cuda._TILE_BYTES // (4 * max(self.width // 8, POOL_ENTRIES)))
-        return torch.cat([self._select(op, q, slice(top, top + height)) for top in range(0, self.rows, height)])
+        return torch.cat([self._select(form, q, slice(top, top + height)) for top in range(0, self.rows, height)])
 
-    def _select(self, op, q, tile):
+    def _select(self, form, q, tile):
         visible = self.visible[tile]
         part = (q[tile], self.weights[tile], self.cache, self.table)
-        maxima = op(*part, self.request, visible, 1, self.width, skip=TOPK * 8)
-        blocks = triton_topk.best_blocks(*maxima, visible, TOPK, keep_newest=False)
-        scores, best = triton_index_scores.index_scores_candidates(
-            *part, self.requests[tile], visible, 1, blocks, skip=TOPK
+        maxima = form.block_maxima_prefill(*part, self.request, visible, 1, self.width, skip=TOPK * 8)
+        return self._choose(form, part, tile, form.best_blocks(*maxima, visible, TOPK, keep_newest=False))
+
+    def _choose(self, form, part, tile, blocks):
+        visible, requests = self.visible[tile], self.requests[tile]
+        scores, best = form.index_scores_candidates(*part, requests, visible, 1, blocks, skip=TOPK)
+        return form.select_slots(scores, best, blocks, visible, TOPK, self.table, requests, 1)[0]
+
+    def reindex(self, form, q, pools):
+        """Positions, int32 [rows, TOPK], of each row's pool int32 [rows, POOL_BLOCKS]."""
+        height = indexer_cuda._TILE_BYTES // (4 * POOL_ENTRIES)
+        tiles = [slice(top, top + height) for top in range(0, self.rows, height)]
+        return torch.cat(
+            [self._choose(form, (q[t], self.weights[t], self.cache, self.table), t, pools[t]) for t in tiles]
         )
-        return triton_topk.select_in_blocks(scores, best, blocks, visible, TOPK)
 
     def stock(self, q):
         """Positions, int32 [rows, TOPK], as the stock host finds them where it has no kernel."""
@@ -103,9 +117,9 @@ class Prefill:
 
     def columns(self):
         named = {}
-        for name, op in SCANS.items():
-            named[f"scan_{name}"] = [partial(self.scan, op, q) for q in self.q]
-            named[f"select_{name}"] = [partial(self.select, op, q) for q in self.q]
+        for name, form in FORMS.items():
+            named[f"scan_{name}"] = [partial(self.scan, form, q) for q in self.q]
+            named[f"select_{name}"] = [partial(self.select, form, q) for q in self.q]
         return {**named, "stock": [partial(self.stock, self.q[0])]}
 
     def exact(self, row: int) -> torch.Tensor:
@@ -119,8 +133,8 @@ def disagreement(case: Prefill) -> str | None:
     """Why the outputs may not be compared, or None."""
     rows = [*torch.randperm(case.rows)[:SAMPLES].tolist(), 0, case.rows - 1]
     scores = {row: case.exact(row) for row in rows}
-    for name, op in SCANS.items():
-        maxima, chosen = case.scan(op, case.q[0]), case.select(op, case.q[0])
+    for name, form in FORMS.items():
+        maxima, chosen = case.scan(form, case.q[0]), case.select(form, case.q[0])
         for row, exact in scores.items():
             limit = TOLERANCE * exact.abs().max()
             for part, size in zip(maxima, (8, 64), strict=True):
@@ -161,7 +175,7 @@ def bench_scores(shapes: list[tuple[int, int]], rounds: int) -> tuple[list[dict]
         times = medians_us(case.columns(), rounds)
         tile = cuda_index_scores.choose_tile(rows, HEADS, case.width, cuda_build.multiprocessors(DEVICE))
         result = {"rows": rows, "entries": entries, **times, "tile": tuple(tile), "violations": 0}
-        for name in SCANS:
+        for name in FORMS:
             result[f"tflops_{name}"] = case.flops / times[f"scan_{name}"] / 1e6
         result["speedup"] = times["stock"] / times["select_cuda"]
         result["scan_speedup"] = times["scan_triton"] / times["scan_cuda"]
@@ -182,9 +196,9 @@ def bench_scores(shapes: list[tuple[int, int]], rounds: int) -> tuple[list[dict]
 def sweep_scores(shapes: list[tuple[int, int]], rounds: int) -> tuple[list[dict], bool]:
     results = []
     for rows, entries in shapes:
-        case, op = Prefill(rows, entries), SCANS["cuda"]
+        case, form = Prefill(rows, entries), FORMS["cuda"]
         columns = {
-            str(groups): [partial(case.scan, op, q, tile=Tile(HEADS, groups)) for q in case.q]
+            str(groups): [partial(case.scan, form, q, tile=Tile(HEADS, groups)) for q in case.q]
             for groups in (8, 16, 32, 48, 64, 96, 128)
         }
         times = medians_us(columns, rounds)
@@ -194,21 +208,61 @@ def sweep_scores(shapes: list[tuple[int, int]], rounds: int) -> tuple[list[dict]
     return results, True
 
 
+def bench_reindex(shapes: list[tuple[int, int]], rounds: int) -> tuple[list[dict], bool]:
+    results, agreed = [], True
+    print("a Reindex layer's choice in its pool, ms: cuda, triton")
+    for rows, entries in shapes:
+        case = Prefill(rows, entries)
+        seen = (entries - rows) // 8
+        pools = torch.stack(
+            [torch.randperm(seen, device=DEVICE)[:POOL_BLOCKS].sort().values for _ in range(rows)]
+        ).int()
+        problem = pool_violation(case, pools)
+        if problem:
+            print(f"  {rows} x {entries}  OUTPUTS DISAGREE, not timed: {problem}", flush=True)
+            agreed = False
+            continue
+        columns = {name: [partial(case.reindex, form, q, pools) for q in case.q] for name, form in FORMS.items()}
+        times = medians_us(columns, rounds)
+        results.append({"rows": rows, "entries": entries, **times})
+        print(f"  {rows:5} x {entries:7}", *(f"{times[name] / 1e3:8.3f}" for name in FORMS), flush=True)
+        del case, columns
+        torch.cuda.empty_cache()
+    return results, agreed
+
+
+def pool_violation(case: Prefill, pools: torch.Tensor) -> str | None:
+    """What is wrong with some rows' choices in their pools, or None."""
+    for name, form in FORMS.items():
+        chosen = case.reindex(form, case.q[0], pools)
+        for row in torch.randperm(case.rows)[:SAMPLES].tolist():
+            exact = case.exact(row)
+            allowed = (pools[row, :, None] * 8 + torch.arange(8, device=DEVICE)).flatten().long()
+            inside = torch.full_like(exact, -torch.inf)
+            inside[allowed] = exact[allowed]
+            problem = violation(chosen[row], inside, TOLERANCE * exact.abs().max())
+            if problem:
+                return f"{name}: row {row} {problem}"
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["scores"])
-    parser.add_argument("--shapes", nargs="*", default=SHAPES, help="rows x entries, as 8192x16384")
+    parser.add_argument("what", choices=["scores", "reindex"])
+    parser.add_argument("--shapes", nargs="*", help="rows x entries, as 8192x16384")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+    reindex = options.what == "reindex"
+    named = options.shapes or (REINDEX_SHAPES if reindex else SHAPES)
+    shapes = [tuple(map(int, shape.split("x"))) for shape in named]
     print(torch.cuda.get_device_name())
-    run = sweep_scores if options.sweep else bench_scores
+    run = bench_reindex if reindex else sweep_scores if options.sweep else bench_scores
     results, agreed = run(shapes, options.rounds)
     if options.json:
-        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "scores": results}, indent=1))
+        options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), options.what: results}, indent=1))
     return 0 if agreed else 1
 
 

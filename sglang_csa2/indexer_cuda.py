@@ -20,7 +20,14 @@ from torch import Tensor
 
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.indexer import Indexer
-from sglang_csa2.kernels import cuda_build, cuda_index_decode, cuda_index_scores, cuda_topk, triton_index_scores, triton_topk
+from sglang_csa2.kernels import (
+    cuda_build,
+    cuda_index_decode,
+    cuda_index_scores,
+    cuda_topk,
+    triton_index_scores,
+    triton_topk,
+)
 from sglang_csa2.kernels.triton_index_scores import BLOCK_ENTRIES, TILE_ENTRIES
 from sglang_csa2.kernels.triton_records import compute_capability
 from sglang_csa2.layer_plan import LayerPlan
