@@ -492,7 +492,7 @@ struct WideConsumer : Consumer<64, kWidePanels<SCORES>> {
     return factor;
   }
 
-  __device__ __forceinline__ void attend(int stage, int buffer, int) {
+  __device__ __forceinline__ void attend(int stage, int buffer) {
     uint32_t weights[4][4];
     float2 factor;
     const int mate = thread % 128;  // the same heads and keys in the other warpgroup
@@ -524,10 +524,7 @@ struct WideConsumer : Consumer<64, kWidePanels<SCORES>> {
     }
     wgmma_commit();
     wgmma_wait();
-    mbarrier_arrive(shared_address(&shared.empty[stage]));
   }
-
-  __device__ __forceinline__ void drain(int) {}
 
   __device__ __forceinline__ void share_sums() {
     if constexpr (SCORES) {
@@ -561,9 +558,7 @@ struct NarrowConsumer : Consumer<16, 1> {
     }
   }
 
-  // Scores a tile. The one before it, where there is one, is added to O only now, between the scores and the meeting over their maxima: its
-  // products need nothing of this tile, so that each hides the other's latency.
-  __device__ __forceinline__ void attend(int stage, int, int before) {
+  __device__ __forceinline__ void attend(int stage, int) {
     const uint32_t tile = shared_address(shared.keys[stage]);
     // Scores of keys 8 * warp on, in two sums that do not wait for each other.
     float s[2][4] = {};
@@ -587,29 +582,24 @@ struct NarrowConsumer : Consumer<16, 1> {
     const int head = lane >> 2;
     const float top0 = quad_max(fmaxf(s[0][0], s[0][1])), top1 = quad_max(fmaxf(s[0][2], s[0][3]));
     if ((lane & 3) == 0) shared.maxima[head][warp] = top0, shared.maxima[head + 8][warp] = top1;
-    if (before >= 0) add_values(before);
     meet();
     const float2 factor = move_peaks(row_max(shared.maxima[head]), row_max(shared.maxima[head + 8]));
     const float a = fast_exp2(s[0][0] - peak[0]), b = fast_exp2(s[0][1] - peak[0]);
     const float c = fast_exp2(s[0][2] - peak[1]), d = fast_exp2(s[0][3] - peak[1]);
     sum[0] = sum[0] * factor.x + (a + b), sum[1] = sum[1] * factor.y + (c + d);
     // P [16][64 keys]; head + 8 has head's swizzle.
-    const uint32_t at = shared_address(shared.weights) + head * 128 + (warp ^ head) * 16 + (lane & 3) * 4;
+    const uint32_t weights = shared_address(shared.weights);
+    const uint32_t at = weights + head * 128 + (warp ^ head) * 16 + (lane & 3) * 4;
     store_shared(at, pack_bf16x2(a, b));
     store_shared(at + 1024, pack_bf16x2(c, d));
     scale_output(factor);
     meet();
-  }
-
-  // O += P V of a tile, which is then free.
-  __device__ __forceinline__ void add_values(int stage) {
-    const uint32_t weights = shared_address(shared.weights);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       uint32_t p[4];
       const int line = lane & 15;
       load_matrices<false>(weights + line * 128 + ((2 * k + (lane >> 4)) ^ (line & 7)) * 16, p);
-      const uint32_t row = shared_address(shared.keys[stage]) + warp * kPanelBytes + (16 * k + line) * 128;
+      const uint32_t row = tile + warp * kPanelBytes + (16 * k + line) * 128;
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         uint32_t v[4];  // keys 0-7 and 8-15 of dims 8 * j on, then of the next eight
@@ -618,10 +608,7 @@ struct NarrowConsumer : Consumer<16, 1> {
         mma(&o[0][4 * j + 4], p, v[2], v[3]);
       }
     }
-    mbarrier_arrive(shared_address(&shared.empty[stage]));
   }
-
-  __device__ __forceinline__ void drain(int last) { add_values(last); }
 
   __device__ __forceinline__ static float row_max(const float (&maxima)[8]) {
     const float4 a = *reinterpret_cast<const float4*>(maxima), b = *reinterpret_cast<const float4*>(maxima + 4);
@@ -655,12 +642,6 @@ struct Walk {
   __device__ __forceinline__ explicit Walk(const Params& p)
       : row0(blockIdx.x / p.splits), step(gridDim.x / p.splits), first(blockIdx.x % p.splits * p.tiles / p.splits),
         last((blockIdx.x % p.splits + 1) * p.tiles / p.splits), splits(p.splits) {}
-
-  // The stage of the tile before.
-  template <int STAGES>
-  __device__ __forceinline__ int before() const {
-    return stage ? stage - 1 : STAGES - 1;
-  }
 
   template <int STAGES>
   __device__ __forceinline__ void advance() {
@@ -698,9 +679,9 @@ __device__ __forceinline__ void consume(Shared<HEADS>& shared, const Params& par
     consumer.begin();
     for (int tile = walk.first; tile < walk.last; ++tile, walk.advance<kStages<HEADS>>()) {
       mbarrier_wait(shared_address(&shared.full[walk.stage]), walk.phase);
-      consumer.attend(walk.stage, walk.turn, tile > walk.first ? walk.before<kStages<HEADS>>() : -1);
+      consumer.attend(walk.stage, walk.turn);
+      mbarrier_arrive(shared_address(&shared.empty[walk.stage]));
     }
-    if (walk.first < walk.last) consumer.drain(walk.before<kStages<HEADS>>());
     consumer.share_sums();  // its barrier also says that every warp is through with the tiles
     if (walk.splits == 1) {
       consumer.finish_alone(row);
