@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sglang_csa2 import trace
+from sglang_csa2 import envs, trace
 from sglang_csa2.kernels.index_scores import gather_index_k, index_scores
 from sglang_csa2.kernels.topk import block_entries, candidate_blocks, select_topk
 from sglang_csa2.layer_plan import LayerPlan, LayerSpec
@@ -143,6 +143,10 @@ def indexer_for(plan: LayerPlan, device_type: str) -> Indexer:
     """
     if device_type == "cpu":
         return TorchIndexer(plan)
+    if device_type == "cuda" and envs.deep_gemm_indexer():
+        from sglang_csa2.indexer_deep_gemm import DeepGemmIndexer
+
+        return DeepGemmIndexer(plan)
     if device_type == "cuda":
         from sglang_csa2.indexer_cuda import CudaIndexer
 
