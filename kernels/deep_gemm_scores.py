@@ -41,8 +41,7 @@ def missing(capability: int) -> str | None:
     """Why DeepGEMM cannot score on a card of this compute capability (90 for 9.0) here, or None if it can."""
     if capability not in (100, 103):
         return (
-            "DeepGEMM's sparse index scores need compute capability 10.0 or 10.3, this card has "
-            f"{capability / 10:.1f}"
+            f"DeepGEMM's sparse index scores need compute capability 10.0 or 10.3, this card has {capability / 10:.1f}"
         )
     if importlib.util.find_spec("deep_gemm") is None:
         return "the package sgl-deep-gemm is not installed"

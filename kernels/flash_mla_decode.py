@@ -59,9 +59,9 @@ def version() -> str:
 
 @dataclass
 class Lists:
-    """See the module. swa_lengths, main_lengths: int32 [rows], at least 1; the others are written by `sparse_attention`.
+    """See the module. swa_lengths, main_lengths: int32 [rows], at least 1, bounds on the places that hold keys.
 
-    Lengths bound the places that hold keys, for each row of the forward.
+    The others are written by `sparse_attention`.
     """
 
     swa_lengths: Tensor
@@ -163,8 +163,8 @@ def _check(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, lists: Li
     pair = next((known for known in _LEGACY if list(known[: len(widths)]) == widths), None)
     if pair is None:
         raise ValueError(
-            f"caches must be uint8 [pages, slots, bytes] of 584 and 584 or of 528 and 288 bytes, got {widths}: FlashMLA "
-            "reads no other pair"
+            f"caches must be uint8 [pages, slots, bytes] of 584 and 584 or of 528 and 288 bytes, got {widths}: "
+            "FlashMLA reads no other pair"
         )
     for name, cache in (("swa_cache", swa_cache), ("main_cache", main_cache)):
         if cache is None:

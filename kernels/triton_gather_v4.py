@@ -41,9 +41,7 @@ def _gather_v4_kernel(
     scale = exp2_of_biased(tl.load(scales + dim // 64, mask=present & (dim < 448), other=0).to(tl.int32))
     value = decode_e4m3(code & 0x7F)
     value = tl.where((code & 0x80) != 0, -value, value) * scale
-    roped = tl.load(
-        (data + 448).to(tl.pointer_type(tl.bfloat16)) + (dim - 448), mask=present & (dim >= 448), other=0.0
-    )
+    roped = tl.load((data + 448).to(tl.pointer_type(tl.bfloat16)) + (dim - 448), mask=present & (dim >= 448), other=0.0)
     value = tl.where(dim < 448, value.to(tl.bfloat16), roped)
     tl.store(out_ptr + row[:, None] * 512 + dim, value, mask=in_range[:, None])
 
@@ -59,7 +57,5 @@ def gather_v4(cache: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor
         raise ValueError(f"out must be contiguous, got strides {out.stride()}: pass a whole buffer")
     if rows:
         grid = (triton.cdiv(rows, _BLOCK_ROWS),)
-        _gather_v4_kernel[grid](
-            cache, slots, out, rows, cache.stride(0), PAGE_SLOTS=cache.shape[1], BLOCK=_BLOCK_ROWS
-        )
+        _gather_v4_kernel[grid](cache, slots, out, rows, cache.stride(0), PAGE_SLOTS=cache.shape[1], BLOCK=_BLOCK_ROWS)
     return out

@@ -111,10 +111,10 @@ def _swa_store_kernel(
         even, odd = load_pairs(kv_ptr + row * kv_stride, 16, 16)
         even, odd = normalise(even, odd, weight_ptr, eps, 16, 16)
         even, odd = rotate(even, odd, table_ptr, tl.load(positions_ptr + row).to(tl.int64), 16, 16)
-        even, odd, exponent = quantize_swa(even, odd)
+        even_code, odd_code, exponent = quantize_swa(even, odd)
         record = cache_ptr + slot * 528
         pair = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        packed = even | (odd << 8)
+        packed = even_code | (odd_code << 8)
         tl.store(record.to(tl.pointer_type(tl.int16)) + pair, packed.to(tl.int16))
         tl.store(record + 512 + tl.arange(0, 16), exponent.to(tl.uint8))
 
@@ -142,8 +142,8 @@ def _main_kv_store_kernel(
         tl.store(normed_ptr + row * 512 + 2 * pair + 1, odd.to(tl.bfloat16))
     if slot >= 0:
         even, odd = rotate(even, odd, table_ptr, tl.load(positions_ptr + row).to(tl.int64), 32, 8)
-        even, odd, scale = quantize_main(even, odd)
-        packed = even | (odd << 4)
+        even_code, odd_code, scale = quantize_main(even, odd)
+        packed = even_code | (odd_code << 4)
         record = cache_ptr + slot * 288
         tl.store(record + pair, packed.to(tl.uint8))
         tl.store(record + 256 + tl.arange(0, 32), scale.to(tl.uint8))

@@ -86,9 +86,9 @@ def _swa_store_v4_kernel(
         even, odd = load_pairs(kv_ptr + row * kv_stride, 16, 16)
         even, odd = normalise(even, odd, weight_ptr, eps, 16, 16)
         even, odd = rotate(even, odd, table_ptr, tl.load(positions_ptr + row).to(tl.int64), 16, 16)
-        even, odd, exponent = quantize_swa(even, odd)
+        even_code, odd_code, exponent = quantize_swa(even, odd)
         scale = exp2_of_biased(exponent)[:, None]
-        even, odd = _signed_e4m3(even) * scale, _signed_e4m3(odd) * scale
+        even, odd = _signed_e4m3(even_code) * scale, _signed_e4m3(odd_code) * scale
         _write(tl.reshape(even, (8, 32)), tl.reshape(odd, (8, 32)), cache_ptr, slot, page_stride, PAGE_SLOTS)
 
 
@@ -117,9 +117,9 @@ def _main_kv_store_v4_kernel(
         tl.store(normed_ptr + row * 512 + 2 * pair + 1, odd.to(tl.bfloat16))
     if slot >= 0:
         even, odd = rotate(even, odd, table_ptr, tl.load(positions_ptr + row).to(tl.int64), 32, 8)
-        even, odd, scale = quantize_main(even, odd)
-        scale = decode_e4m3(scale)[:, None]
-        even, odd = _signed_e2m1(even) * scale, _signed_e2m1(odd) * scale
+        even_code, odd_code, scale_code = quantize_main(even, odd)
+        scale = decode_e4m3(scale_code)[:, None]
+        even, odd = _signed_e2m1(even_code) * scale, _signed_e2m1(odd_code) * scale
         _write(tl.reshape(even, (8, 32)), tl.reshape(odd, (8, 32)), cache_ptr, slot, page_stride, PAGE_SLOTS)
 
 

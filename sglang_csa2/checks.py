@@ -211,9 +211,7 @@ class CheckedOps:
     def lists(self, meta: Csa2Metadata, ratio: int, topk: int) -> Any:
         return self.inner.lists(meta, ratio, topk)
 
-    def sparse_attention(
-        self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists=None
-    ) -> Tensor:
+    def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists=None) -> Tensor:
         ledger, meta = self.ledger, self.meta
         count = (swa_slots >= 0).sum(-1, keepdim=True)
         offsets = torch.arange(swa_slots.shape[1], device=swa_slots.device)

@@ -1,13 +1,13 @@
 """The environment variables that csa2 reads, typed, in one place.
 
-| variable                                     | value                      | effect                                          |
-|----------------------------------------------|----------------------------|-------------------------------------------------|
-| `SGLANG_CSA2_KV_LAYOUT`                      | `v41`, `v4`                | records of window and main KV (layout.py)       |
-| `SGLANG_CSA2_DECODE_ATTENTION`               | `auto` or a route's name   | attention over packed records (routes.py)       |
-| `SGLANG_DSV41_DEEP_GEMM_CANDIDATE_INDEXER`   | a switch, off              | index scores through DeepGEMM, on SM100         |
-| `SGLANG_OPT_DSV41_PREFILL_KV_REUSE`          | a switch, on               | layers share what a prefill gathered            |
-| `SGLANG_CSA2_CHECK`                          | a switch, off              | every forward checks the pool (checks.py)       |
-| `SGLANG_CSA2_TRACE`                          | a folder                   | eager forwards write their choices (trace.py)   |
+| variable                                   | value           | effect                                        |
+|--------------------------------------------|-----------------|-----------------------------------------------|
+| `SGLANG_CSA2_KV_LAYOUT`                    | `v41`, `v4`     | records of window and main KV (layout.py)     |
+| `SGLANG_CSA2_DECODE_ATTENTION`             | `auto`, a route | attention over packed records (routes.py)     |
+| `SGLANG_DSV41_DEEP_GEMM_CANDIDATE_INDEXER` | switch, off     | index scores through DeepGEMM, on SM100       |
+| `SGLANG_OPT_DSV41_PREFILL_KV_REUSE`        | switch, on      | layers share what a prefill gathered          |
+| `SGLANG_CSA2_CHECK`                        | switch, off     | every forward checks the pool (checks.py)     |
+| `SGLANG_CSA2_TRACE`                        | a folder        | eager forwards write their choices (trace.py) |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Score -> candidate pool -> Top-K -> slots through DeepGEMM's scores, on SM100. The contract is that of `Indexer.choose`.
+"""Score -> candidate pool -> Top-K -> slots with DeepGEMM's scores, on SM100. The contract is `Indexer.choose`'s.
 
 A Full layer's scan has a score for every entry; their maxima per block lead to the row's best blocks, as in the triton
 route. From there on both end alike: a consumer scores the blocks of its pool with the library's sparse kernel, a Full

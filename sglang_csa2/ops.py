@@ -101,9 +101,7 @@ class TorchOps:
     def lists(self, meta, ratio: int, topk: int) -> None:
         """Every listed key is looked at."""
 
-    def sparse_attention(
-        self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists=None
-    ) -> Tensor:
+    def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists=None) -> Tensor:
         return sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
 
     def gather_swa_kv(self, cache, slots, out) -> None:
@@ -217,13 +215,9 @@ class TritonOps:
             meta.prepared[ratio] = flash_mla_decode.Lists(window, chosen)
         return meta.prepared[ratio]
 
-    def sparse_attention(
-        self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists=None
-    ) -> Tensor:
+    def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists=None) -> Tensor:
         if self.decode_attention != "flashmla":
-            return self._attention.sparse_attention(
-                q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale
-            )
+            return self._attention.sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
         caches = (_pages(swa_cache), swa_slots, None if main_cache is None else _pages(main_cache), main_slots)
         return self._attention.sparse_attention(q, *caches, attn_sink, scale, lists)
 

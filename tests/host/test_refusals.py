@@ -107,7 +107,9 @@ def message_of(setting: str) -> str:
 
 
 def test_every_row_has_a_test():
-    assert {row.setting for row in refusals.REFUSALS} == ARGS.keys() | ENVIRONMENT.keys() | OTHERWISE | {row[0] for row in ROUTES}
+    assert {row.setting for row in refusals.REFUSALS} == ARGS.keys() | ENVIRONMENT.keys() | OTHERWISE | {
+        row[0] for row in ROUTES
+    }
 
 
 def test_defaults_are_served():

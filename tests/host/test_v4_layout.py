@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from harness import Bench, Request, expected, relative_error
 from served import environment
 
@@ -75,7 +74,9 @@ def test_the_hosts_budget_counts_these_bytes():
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import select_dsv4_kv_layout
 
     bench = Bench(pages=4)
-    assert [layout and str(layout.value if hasattr(layout, "value") else layout) for layout in select_dsv4_kv_layout()] == ["v4", None]
+    assert [
+        layout and str(layout.value if hasattr(layout, "value") else layout) for layout in select_dsv4_kv_layout()
+    ] == ["v4", None]
     sources = bench.plan.kv_sources
     assert global_bytes_per_token(bench.plan, V4) == sum((585 + INDEX_K.bytes) / source.ratio for source in sources)
     assert swa_bytes_per_slot(bench.plan, V4) == 585 * len(bench.plan.layers)
@@ -101,7 +102,7 @@ def test_checks_know_the_pages(monkeypatch):
     bench.forward([(request, 1)], "DECODE")
 
 
-# The GPU's operations in Triton's interpreter, FlashMLA's call and DeepGEMM's scores played in torch.
+# The GPU's operations in Triton's interpreter, FlashMLA's call played in torch.
 RUN = """
 import importlib.util, sys, types
 tests = sys.argv[1]
@@ -112,9 +113,6 @@ import torch
 from harness import Bench, Request, expected, relative_error
 from sglang_csa2 import reference
 from sglang_csa2.indexer_cuda import CudaIndexer
-from sglang_csa2.indexer_deep_gemm import DeepGemmIndexer
-from sglang_csa2.kernels import deep_gemm_scores
-from sglang_csa2.kernels.index_scores import gather_index_k
 from sglang_csa2.kernels.records_v4 import decode_v4, encode_v4, read_v4
 from sglang_csa2.ops import TritonOps
 
@@ -153,57 +151,23 @@ def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim_v, t
 sys.modules["flash_mla"] = types.SimpleNamespace(
     flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=lambda: (Schedule(), None))
 
-class Scores:
-    scans = blocks = 0
-
-    def entries(self, q, weights, cache, pages, visible, entry):
-        deep_gemm_scores.check(q, weights, cache, pages, visible)
-        packed, scales = deep_gemm_scores._packed(q)
-        assert packed.shape == (len(q), 1, q.shape[1], 64) and scales.shape == packed.shape[:3]
-        seen = (entry >= 0) & (entry < visible[:, None])
-        page = pages.long().gather(1, (entry.clamp(min=0) // 128).clamp(max=pages.shape[1] - 1))
-        keys = gather_index_k(cache, (page * 128 + entry.clamp(min=0) % 128).masked_fill(~seen, -1))
-        products = torch.einsum("nhd,nkd->nhk", q.float(), keys.float()).relu()
-        return (products * weights.float()[..., None]).sum(1).masked_fill(~seen, -torch.inf)
-
-    def scan_scores(self, *part):
-        self.scans += 1
-        return self.entries(*part[:-1], torch.arange(part[-1]).expand(len(part[0]), -1))
-
-    def block_scores(self, *part):
-        self.blocks += 1
-        blocks = part[-1]
-        entry = blocks[..., None] * 8 + torch.arange(8)
-        return self.entries(*part[:-1], entry.masked_fill(blocks[..., None] < 0, -1).flatten(1))
-
 for name in ("quantize_swa_kv", "quantize_main_kv"):
     quantize = getattr(reference, name)
     setattr(reference, name, lambda x, quantize=quantize: decode_v4(encode_v4(quantize(x))))
-for indexer in (CudaIndexer, lambda plan: DeepGemmIndexer(plan, scores)):
-    scores, wide = Scores(), indexer is not CudaIndexer
-    if wide:
-        import sglang_csa2.pool
-        sglang_csa2.pool.INDEX_PAGE_SLOTS = 128
-    bench = Bench(pages=4, index_topk=16, candidate_topk_blocks=3) if wide else Bench(pages=4)
-    assert bench.pool.index_cache(2).shape[1] == (128 if wide else 64) * 68
-    bench.backend.ops = bench.pool._ops = TritonOps("flashmla")
-    bench.backend.indexer = indexer(bench.plan)
-    # Without the indexer's part rows are few: the interpreter takes a second for each.
-    prompt = 40 if wide else 6
-    request, other = Request.draw(prompt + 5, seed=1, slot=3), Request.draw(9, seed=2, slot=1)
-    bench.forward([(request, prompt), (other, 3)])
-    bench.backend.device_type = "cuda"  # decode as on a GPU
-    for _ in range(2):
-        bench.forward([(other, 1), (request, 1)], "DECODE")
-    assert bench.backend.forward_metadata.groups is None
-    for one in (request, other):
-        for layer_id, out in expected(bench, one, score_dtype=torch.float32).outputs.items():
-            error = relative_error(bench.output(one, layer_id), out)
-            assert error < 5e-3, (wide, layer_id, error)
-    # Three kinds of layers (window, ratio 2, ratio 1) in three forwards: one schedule each, none reused.
-    assert len(schedules) == 9, len(schedules)
-    schedules.clear()
-    assert not wide or (scores.scans and scores.blocks), (scores.scans, scores.blocks)
+bench = Bench(pages=4)
+bench.backend.ops = bench.pool._ops = TritonOps("flashmla")
+bench.backend.indexer = CudaIndexer(bench.plan)
+request, other = Request.draw(8, seed=1, slot=3), Request.draw(6, seed=2, slot=1)
+bench.forward([(request, 5), (other, 3)])
+bench.backend.device_type = "cuda"  # decode as on a GPU
+bench.forward([(other, 1), (request, 1)], "DECODE")
+assert bench.backend.forward_metadata.groups is None
+for one in (request, other):
+    for layer_id, out in expected(bench, one, score_dtype=torch.float32).outputs.items():
+        error = relative_error(bench.output(one, layer_id), out)
+        assert error < 5e-3, (layer_id, error)
+# Three kinds of layers (window, ratio 2, ratio 1) in two forwards: one schedule each, none used again.
+assert len(schedules) == 6, len(schedules)
 print("ROUTE HELD")
 """
 

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _CPU_ONLY = (
     "test_compile.py", "test_cuda_compile.py", "test_cuda_emulation.py", "test_interpret.py",
-    "test_flash_mla_prefill.py",
+    "test_flash_mla_prefill.py", "test_flash_mla_decode.py", "test_deep_gemm_scores.py",
 )  # fmt: skip
 
 

@@ -11,12 +11,12 @@ from sglang_csa2 import envs, routes
 from sglang_csa2.__main__ import main
 from sglang_csa2.tools import doctor
 
-H200, B200, A100 = (routes.Machine("cuda", capability, name) for capability, name in ((90, "H200"), (100, "B200"), (80, "A100")))
+H200, B200, A100 = (
+    routes.Machine("cuda", capability, name) for capability, name in ((90, "H200"), (100, "B200"), (80, "A100"))
+)
 CPU = routes.Machine("cpu", 0, "CPU")
 MACHINES = (CPU, A100, H200, B200)
-FLAGS = [
-    routes.Flags(*values) for values in itertools.product(envs.LAYOUTS, envs.DECODE_ATTENTIONS, (False, True))
-]
+FLAGS = [routes.Flags(*values) for values in itertools.product(envs.LAYOUTS, envs.DECODE_ATTENTIONS, (False, True))]
 
 
 @pytest.fixture(autouse=True)
