@@ -45,8 +45,10 @@ def missing(capability: int) -> str | None:
         )
     if importlib.util.find_spec("deep_gemm") is None:
         return "the package sgl-deep-gemm is not installed"
-    import deep_gemm
-
+    try:
+        import deep_gemm
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"the installed sgl-deep-gemm does not load: {error}"
     absent = [name for name in FUNCTIONS if not callable(getattr(deep_gemm, name, None))]
     return f"the installed sgl-deep-gemm lacks {', '.join(absent)}" if absent else None
 

@@ -72,7 +72,7 @@ class Route:
     name: what the flags and the log call it. hardware, library: what it needs, for people.
     layouts: KV layouts that it reads or writes. chosen: when. brings: what it would bring where it is missing.
     missing: why a machine does not have it for a layout, or None.
-    was_run: whether this project has run it on its hardware.
+    was_run: whether this project has run it in its present form on its hardware.
     """
 
     op: str
@@ -153,6 +153,7 @@ ROUTES = (
         f"{envs.DECODE_ATTENTION}=cuda",
         "decode attention in CUDA C++ for Hopper",
         _CUDA,
+        was_run=False,
     ),
     Route(
         DECODE,
@@ -173,6 +174,7 @@ ROUTES = (
         "v4",
         "the V4 layout: FlashMLA's older decode kernels",
         _FLASH_MLA,
+        was_run=False,
     ),
     Route(
         DECODE,
