@@ -18,13 +18,12 @@ from torch import Tensor
 
 from sglang_csa2.kernels.records import decode_index_k
 from sglang_csa2.kernels.store import index_page_views
-from sglang_csa2.layout import INDEX_PAGE_SLOTS
 
 
 def gather_index_k(cache: Tensor, slots: Tensor) -> Tensor:
     slots = slots.clamp(min=0)
-    page, offset = slots // INDEX_PAGE_SLOTS, slots % INDEX_PAGE_SLOTS
     data, scales = index_page_views(cache)
+    page, offset = slots // data.shape[1], slots % data.shape[1]
     return decode_index_k(data[page, offset], scales[page, offset])
 
 

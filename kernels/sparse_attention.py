@@ -4,6 +4,8 @@
                      main_cache uint8 [slots, 288] | None, main_slots int64 [n, k] | None,
                      attn_sink fp32 [heads], scale) -> bf16 [n, heads, 512]
 
+A cache of three dims holds V4 records (records_v4.py), whatever it is for.
+
 Keys are values too. A slot of -1 is no key; a row without keys gives zeros. The sink adds exp(sink) to the
 denominator, unscaled, and no value. Scores and the denominator are fp32; P is rounded to bf16 for the product
 with V, as in the published code.
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
+from sglang_csa2.kernels.records_v4 import read_v4
 
 # Keys per step of the online softmax: P is rounded to bf16 relative to the running maximum of its block.
 _BLOCK = 64
@@ -45,18 +48,28 @@ def sparse_attention(
     out = torch.empty_like(q)
     for start in range(0, rows, tile):
         part = slice(start, start + tile)
-        keys, none = _gather(swa_cache, swa_slots[part], decode_swa_kv)
+        keys, none = _gather(swa_cache, swa_slots[part], read_swa_kv)
         if main_slots is not None:
-            main_keys, main_none = _gather(main_cache, main_slots[part], decode_main_kv)
+            main_keys, main_none = _gather(main_cache, main_slots[part], read_main_kv)
             keys, none = torch.cat([keys, main_keys], dim=1), torch.cat([none, main_none], dim=1)
         out[part] = _attend(q[part], keys, none, attn_sink, scale)
     return out
 
 
-def _gather(cache: Tensor, slots: Tensor, decode) -> tuple[Tensor, Tensor]:
+def read_swa_kv(cache: Tensor, slots: Tensor) -> Tensor:
+    """bf16 [n, 512] keys of slots that are not negative."""
+    return read_v4(cache, slots) if cache.ndim == 3 else decode_swa_kv(cache[slots])
+
+
+def read_main_kv(cache: Tensor, slots: Tensor) -> Tensor:
+    """bf16 [n, 512] keys of slots that are not negative."""
+    return read_v4(cache, slots) if cache.ndim == 3 else decode_main_kv(cache[slots])
+
+
+def _gather(cache: Tensor, slots: Tensor, read) -> tuple[Tensor, Tensor]:
     """fp32 keys [n, k, 512] of a tile, zero where there is none, and the mask of those."""
     distinct, inverse = slots.unique(return_inverse=True)
-    values = decode(cache[distinct.clamp(min=0)]).float()
+    values = read(cache, distinct.clamp(min=0)).float()
     values[distinct < 0] = 0
     return values[inverse], slots < 0
 

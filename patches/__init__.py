@@ -6,7 +6,8 @@ Each entry says what it changes, why, and when it can go. `install` applies them
 
 All devices:
 
-    select_dsv4_kv_layout                 why: the host allows 528/288-byte records on SM100 only, and its memory budget
+    select_dsv4_kv_layout                 why: the host allows 528/288-byte records on SM100 only, csa2's flag
+                                          chooses between two layouts, and the host's memory budget
                                           and its pool both ask this function
                                           until: the host lets a backend name its layout
     KVCacheConfigurator._build_dsv4_kv_pool   why: the pool class is a name in that module

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 from sglang.srt.mem_cache import kv_cache_configurator
 
-from sglang_csa2.pool import HOST_COMPRESSED_OPTION, HOST_KV_LAYOUT, Csa2KVPool
+from sglang_csa2.pool import Csa2KVPool, host_layout
 
 # True while the host builds a draft worker's pool, which stays stock in layout and class.
 _building_draft_pool: ContextVar[bool] = ContextVar("building_draft_pool", default=False)
@@ -16,7 +16,8 @@ def select_layout(original):
     """csa2's records wherever the host asks for the layout of the target's caches: budget and pool alike."""
     if _building_draft_pool.get():
         return original()
-    return HOST_KV_LAYOUT, HOST_COMPRESSED_OPTION
+    names = host_layout()
+    return names.swa, names.option
 
 
 def build_pool(original, self, **kwargs):

@@ -4,9 +4,10 @@
     python scripts/bench_decode.py scores | select | layer [--shapes 1x16384 8x1048576] [--early] [--json out.json]
 
 attention: the CUDA C++ and the Triton kernel over packed records, and FlashMLA (the `sgl-flash-mla` wheel) over its
-584-byte V4 records, with fewer heads padded to 64 as a server pads them. The same keys, as near as V4 records hold
-them. Each kernel is first held to its error bound against float64, and the peer's output to within a few percent of
-ours: where either fails nothing is timed and the exit status is 1. `--sweep` times every tile instead.
+584-byte V4 records, with fewer heads padded to 64 as a server pads them. FlashMLA once as its own call with a schedule
+kept for the shape, and once as csa2's `v4` route calls it in the layers after a forward's first. The same keys, as near
+as V4 records hold them. Each kernel is first held to its error bound against float64, and FlashMLA's outputs to within
+a few percent of ours: where either fails nothing is timed and the exit status is 1. `--sweep` times every tile instead.
 
 scores, select, layer: the indexer's kernels, one by one and as the Full, candidate-source and Reindex layers run them
 (bench_index.py).
@@ -26,10 +27,11 @@ import bench_index
 import kernel_cases as cases
 from graph_timing import copy_rate, median_us, medians_us
 
-from sglang_csa2.kernels import cuda_build, cuda_sparse_attention, triton_sparse_attention
+from sglang_csa2.kernels import cuda_build, cuda_sparse_attention, flash_mla_decode, triton_sparse_attention
 from sglang_csa2.kernels.cuda_sparse_attention import Tile
 from sglang_csa2.kernels.records import decode_main_kv, decode_swa_kv
-from sglang_csa2.layout import MAIN_KV, SWA_KV
+from sglang_csa2.kernels.records_v4 import encode_v4, pages_of, write_v4
+from sglang_csa2.layout import MAIN_KV, SWA_KV, V4
 
 try:
     import flash_mla
@@ -43,20 +45,15 @@ ROTATION = 8
 # V4 records round keys to other grids: their outputs differ by 2 % (relative, over all elements).
 PEER_DIFFERENCE = 0.05
 _V4_PAGE = 64
+_V4_COLUMNS = ("flashmla", "v4 route")
 
 
-def encode_v4(keys: torch.Tensor) -> torch.Tensor:
-    """bf16 [n, 512] -> uint8 [n / 64, 64, 1, 584]: 448 e4m3 and 64 bf16 per key, then every key's 7 ue8m0 and a pad."""
-    keys = keys.view(-1, _V4_PAGE, 512).float()
-    groups = keys[..., :448].unflatten(-1, (7, 64))
-    exponent = (groups.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448).log2().ceil()
-    data = (groups / exponent.exp2()).to(torch.float8_e4m3fn).flatten(-2).view(torch.uint8)
-    rope = keys[..., 448:].bfloat16().contiguous().view(torch.uint8)
-    scales = torch.nn.functional.pad((exponent[..., 0] + 127).to(torch.uint8), (0, 1))
-    pages = torch.cat([torch.cat([data, rope], -1).flatten(1), scales.flatten(1)], 1)
-    # The peer wants pages a multiple of 576 bytes apart.
-    padded = torch.nn.functional.pad(pages, (0, -pages.shape[1] % 576))
-    return padded[:, : _V4_PAGE * 584].view(len(pages), _V4_PAGE, 1, 584)
+def v4_pages(keys: torch.Tensor) -> torch.Tensor:
+    """bf16 [n, 512] -> a cache uint8 [n / 64, 64, 584] of their V4 records."""
+    shape = len(keys) // _V4_PAGE, V4.page_bytes(V4.main, _V4_PAGE)
+    cache = pages_of(torch.zeros(shape, dtype=torch.uint8, device=keys.device), _V4_PAGE)
+    write_v4(cache, torch.arange(len(keys), device=keys.device), encode_v4(keys))
+    return cache
 
 
 class Caches:
@@ -64,7 +61,7 @@ class Caches:
 
     def __init__(self, swa_slots: int = 1 << 17, main_slots: int = 1 << 19, distinct: int = 1 << 15):
         self.swa, self.main = cases.swa_cache(distinct, DEVICE), cases.main_cache(distinct, DEVICE)
-        v4 = [encode_v4(decode_swa_kv(self.swa)), encode_v4(decode_main_kv(self.main))] if flash_mla else []
+        v4 = [v4_pages(decode_swa_kv(self.swa)), v4_pages(decode_main_kv(self.main))] if flash_mla else []
         self.swa = self.swa.repeat(swa_slots // distinct, 1)
         self.main = self.main.repeat(main_slots // distinct, 1)
         if flash_mla:
@@ -76,7 +73,7 @@ class Caches:
     def _repeat(pages: torch.Tensor, times: int) -> torch.Tensor:
         stride = pages.stride(0)
         whole = pages.as_strided((len(pages), stride), (stride, 1)).repeat(times, 1)
-        return whole.as_strided((len(whole), *pages.shape[1:]), (stride, *pages.stride()[1:]))
+        return pages_of(whole, pages.shape[1])
 
 
 class Attention:
@@ -109,7 +106,7 @@ class Attention:
         def call(q, swa, main):
             return flash_mla.flash_mla_with_kvcache(
                 q=q,
-                k_cache=self.caches.v4_swa,
+                k_cache=self.caches.v4_swa[:, :, None],
                 block_table=None,
                 cache_seqlens=None,
                 head_dim_v=512,
@@ -118,7 +115,7 @@ class Attention:
                 is_fp8_kvcache=True,
                 indices=swa,
                 attn_sink=sink,
-                extra_k_cache=self.caches.v4_main,
+                extra_k_cache=self.caches.v4_main[:, :, None],
                 extra_indices_in_kvcache=main,
                 use_legacy=True,
             )[0][:, 0, : self.heads]
@@ -128,6 +125,18 @@ class Attention:
             for q, a, b in self.inputs
         ]
         return [lambda args=args: call(*args) for args in padded]
+
+    def route_calls(self):
+        """csa2's own call of FlashMLA on the same records, as the layers after a forward's first make it."""
+        caches, full = self.caches, torch.full((self.rows,), WINDOW, dtype=torch.int32, device=DEVICE)
+
+        def call(q, swa, main, lists):
+            return flash_mla_decode.sparse_attention(
+                q, caches.v4_swa, swa, caches.v4_main, main, self.sink, SCALE, lists
+            )
+
+        lists = [flash_mla_decode.Lists(full, full - WINDOW + TOPK) for _ in self.inputs]
+        return [lambda args=(*inputs, one): call(*args) for inputs, one in zip(self.inputs, lists, strict=True)]
 
     def exact(self, count: int = 4):
         """float64 outputs of the first rows, and the error of eager bf16 there."""
@@ -150,11 +159,11 @@ def disagreement(case: Attention, columns: dict) -> str | None:
     outputs = {name: calls[0]() for name, calls in columns.items()}
     for name, out in outputs.items():
         error = cases.relative_error(out[: len(exact)], exact)
-        limit = PEER_DIFFERENCE if name == "flashmla" else cases.SLACK * bound
+        limit = PEER_DIFFERENCE if name in _V4_COLUMNS else cases.SLACK * bound
         if not error <= limit:
             return f"{name}: error {error:.2e} against float64, allowed {limit:.2e}"
         whole = cases.relative_error(out, outputs["cuda"])
-        limit = PEER_DIFFERENCE if name == "flashmla" else 2 * cases.SLACK * bound
+        limit = PEER_DIFFERENCE if name in _V4_COLUMNS else 2 * cases.SLACK * bound
         if not whole <= limit:
             return f"{name}: differs from cuda by {whole:.2e}, allowed {limit:.2e}"
     return None
@@ -163,7 +172,8 @@ def disagreement(case: Attention, columns: dict) -> str | None:
 def bench_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[dict], bool]:
     caches, rate, results, agreed = Caches(), copy_rate(), [], True
     print(f"{torch.cuda.get_device_name()}, copy {rate / 1e6:.2f} TB/s")
-    print("attention, us, 128 + 512 keys: cuda, triton, FlashMLA, cuda / FlashMLA; floor by bytes, TFLOP/s, tile")
+    print("attention, us, 128 + 512 keys: cuda, triton, FlashMLA, cuda / FlashMLA, v4 route, v4 route / FlashMLA;")
+    print("  floor by bytes, TFLOP/s, tile")
     for heads in heads_list:
         for rows in rows_list:
             case = Attention(caches, rows, heads)
@@ -172,7 +182,7 @@ def bench_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[d
                 "triton": case.calls(triton_sparse_attention.sparse_attention),
             }
             if flash_mla and heads <= 64:
-                columns["flashmla"] = case.peer_calls()
+                columns["flashmla"], columns["v4 route"] = case.peer_calls(), case.route_calls()
             problem = disagreement(case, columns)
             if problem:
                 print(f"  heads {heads:3} rows {rows:4}  OUTPUTS DISAGREE, not timed: {problem}", flush=True)
@@ -185,7 +195,9 @@ def bench_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[d
             ratio = ""
             if "flashmla" in times:
                 result["ratio"] = times["cuda"] / times["flashmla"]
-                ratio = f"{times['flashmla']:8.1f} {result['ratio']:6.2f}"
+                result["route_ratio"] = times["v4 route"] / times["flashmla"]
+                ratio = f"{times['flashmla']:8.1f} {result['ratio']:6.2f} {times['v4 route']:8.1f}"
+                ratio += f" {result['route_ratio']:6.3f}"
             results.append(result)
             print(
                 f"  heads {heads:3} rows {rows:4} {times['cuda']:8.1f} {times['triton']:8.1f} {ratio}"

@@ -25,7 +25,7 @@ SHAPES = [(1, 1 << 14), (1, 1 << 16), (1, 1 << 20), (8, 1 << 16), (8, 1 << 20), 
 HEADS, TOPK, POOL = 32, 512, 2048
 # Distinct keys, beyond what L2 holds.
 _COLD_BYTES = 128 << 20
-FORMS = {"cuda": cuda_kernels(), "triton": triton_kernels("for comparison")}
+FORMS = {"cuda": cuda_kernels(), "triton": triton_kernels()}
 # Near ties may fall either way where scores differ by rounding: the share of a choice that must agree.
 AGREEMENT = 0.99
 

@@ -275,8 +275,8 @@ MUTANTS = (
     Mutant(
         "index page reached by the wrong offset",
         "kernels/index_scores.py",
-        "page, offset = slots // INDEX_PAGE_SLOTS, slots % INDEX_PAGE_SLOTS",
-        "page, offset = slots // INDEX_PAGE_SLOTS, (slots + 1) % INDEX_PAGE_SLOTS",
+        "page, offset = slots // data.shape[1], slots % data.shape[1]",
+        "page, offset = slots // data.shape[1], (slots + 1) % data.shape[1]",
         f"{KERNELS}::test_gather_index_k_reads_only_its_slots",
     ),
     Mutant(

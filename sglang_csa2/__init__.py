@@ -13,15 +13,17 @@ Data flows one way:  config -> layer_plan -> layout -> pool -> metadata -> index
     metadata    what one forward's rows need, built once per forward
     selection   what an index source publishes for the layers after it
     trace       writes down what index layers chose, when SGLANG_CSA2_TRACE asks; envs reads the environment
-    ops         the routes: which kernels serve which device
+    routes      the table of routes: which kernels may do what where, and which are chosen at start
+    ops         the chosen kernels, by device
     workspace   what a large prefill attends to, gathered once in bf16 and listed by index
-    indexer     score -> candidate pool -> Top-K -> slots; indexer_cuda is the same on a GPU
+    indexer     score -> candidate pool -> Top-K -> slots; indexer_cuda is the same on a GPU,
+                indexer_deep_gemm with that library's scores
     attention   one softmax over the SWA window, the chosen main KV and the sink
     backend     glue to the host's AttentionBackend; no arithmetic                                      [host]
     reference   the definition in plain torch; reference_model is a whole model of it
     checks      the pool's invariants, checked in every forward when asked for
     metrics     what csa2 adds to the host's Prometheus endpoint                                        [host]
-    tools       `python -m sglang_csa2 plan | show | verify`; nothing that serves imports them
+    tools       `python -m sglang_csa2 doctor | plan | show | verify`; nothing that serves imports them
 
 Only the modules marked [host], `tools.served` and `patches` import sglang. `kernels` holds one op per file: tensors in,
 tensors out. Importing this package imports nothing heavy.

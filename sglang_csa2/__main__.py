@@ -1,4 +1,4 @@
-"""`python -m sglang_csa2 plan | show | verify`; the commands live in `tools`, each loaded when it is named."""
+"""`python -m sglang_csa2 doctor | plan | show | verify`; the commands live in `tools`, each loaded when it is named."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 
 _COMMANDS = {
+    "doctor": "whether csa2 can serve on this machine, and by which kernels",
     "plan": "how much context and how many requests fit, against the host's own layout",
     "show": "the layer map, and what the layers of a served model read",
     "verify": "a server's answers against the plain model, or against a recording",

@@ -32,8 +32,8 @@ def attend(
         ops: the route.
         layer: its place in the plan.
         q: bf16 [rows, heads, 512], roped.
-        swa_cache: uint8 [slots, 528] the layer's own window cache.
-        main_cache: uint8 [slots, 288] its kv_source's cache; None for an SWA-only layer.
+        swa_cache: uint8 [slots, 528] the layer's own window cache, or its pages (layout.py).
+        main_cache: uint8 [slots, 288] its kv_source's cache, or its pages; None for an SWA-only layer.
         attn_sink: fp32 [heads].
         scale: softmax scale.
         meta: this forward's metadata.
@@ -51,4 +51,5 @@ def attend(
     if workspace is not None:
         return workspace.attend(layer, q, swa_cache, main_cache, topk, attn_sink, scale)
     main_slots = None if topk is None else topk.slots
-    return ops.sparse_attention(q, swa_cache, meta.swa_slots, main_cache, main_slots, attn_sink, scale)
+    lists = ops.lists(meta, layer.ratio, 0 if main_slots is None else main_slots.shape[1])
+    return ops.sparse_attention(q, swa_cache, meta.swa_slots, main_cache, main_slots, attn_sink, scale, lists)

@@ -23,7 +23,7 @@ from sglang.srt.layers.attention.deepseek_v4_backend import (
 from sglang.srt.runtime_context import attention_backends, get_exec
 from torch import Tensor
 
-from sglang_csa2 import checks, envs, metrics, patches
+from sglang_csa2 import checks, envs, metrics, patches, routes
 from sglang_csa2.attention import attend
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.host import BACKEND_NAME
@@ -72,12 +72,13 @@ class Csa2AttnBackend(AttentionBackend):
         config = Csa2Config.from_hf(model_runner.model_config.hf_config)
         self.plan = LayerPlan.from_config(config)
         self.device_type = torch.device(model_runner.device).type
-        self.ops = ops_for(self.device_type)
-        self.indexer = indexer_for(self.plan, self.device_type)
+        self.routes = routes.choose(routes.Machine.here(self.device_type), routes.Flags.from_env(), config)
+        self.ops = ops_for(self.device_type, self.routes[routes.DECODE].route.name)
+        self.indexer = indexer_for(self.plan, self.device_type, self.routes[routes.SCAN].route.name)
         self.prefill_kv_reuse = envs.prefill_kv_reuse()
         logger.info("csa2 serves %d layers through its %s route", len(self.plan.layers), self.ops.name)
-        logger.info("csa2 prefill attention: %s", self.ops.prefill_route)
-        logger.info("csa2 indexer kernels: %s", self.indexer.kernels)
+        for operation, choice in self.routes.items():
+            logger.info("csa2 route, %s: %s", operation, choice)
         # Kernels are built at start and not under the first request that is long enough.
         device = self.req_to_token_pool.req_to_token.device
         self.ops.warm_up(device)

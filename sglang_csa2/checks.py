@@ -80,7 +80,7 @@ class Ledger:
                     self._know(pool.pending_pairs(layer.layer_id), f"pending pairs of layer {layer.layer_id}")
 
     def _know(self, cache: Tensor, name: str, per_row: int = 1) -> None:
-        self.stamps[cache.data_ptr()] = _zeros(cache.shape[0] * per_row, cache.device)
+        self.stamps[cache.data_ptr()] = _zeros(cache.shape[:-1].numel() * per_row, cache.device)
         self.names[cache.data_ptr()] = name
 
     def begin(self, meta: Csa2Metadata, batch: Any) -> None:
@@ -208,7 +208,10 @@ class CheckedOps:
         pool = backend.token_to_kv_pool
         return next(s.ratio for s in sources if pool.index_cache(s.layer_id).data_ptr() == cache.data_ptr())
 
-    def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale) -> Tensor:
+    def lists(self, meta: Csa2Metadata, ratio: int, topk: int) -> Any:
+        return self.inner.lists(meta, ratio, topk)
+
+    def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists=None) -> Tensor:
         ledger, meta = self.ledger, self.meta
         count = (swa_slots >= 0).sum(-1, keepdim=True)
         offsets = torch.arange(swa_slots.shape[1], device=swa_slots.device)
@@ -222,7 +225,7 @@ class CheckedOps:
             source, topk = chosen[0]
             first = topk.positions.long().clamp(min=0) * ledger.backend.plan[source].ratio
             ledger.read(main_cache, main_slots, ledger.expected[meta.requests[:, None], first])
-        return self.inner.sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale)
+        return self.inner.sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists)
 
 
 class CheckedIndexer:

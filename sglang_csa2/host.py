@@ -82,10 +82,12 @@ HOST_SYMBOLS = (
         "global_page_size, index_k_page8",
     ),
     HostSymbol(f"{_POOL}:select_dsv4_kv_layout", "hooked: csa2's layout", ""),
+    HostSymbol(f"{_POOL}:DeepSeekV4SingleKVPool", "read: pages of one ratio's buffers"),
     HostSymbol(f"{_POOL}:DeepSeekV4LayerItem", "read: a layer's compressed buffer"),
     HostSymbol(f"{_POOL}:DeepSeekV4TokenToKVPool.get_ring_size", "read: the pending ring", "self, compress_ratio"),
     HostSymbol("sglang.kernels.ops.attention.dsv4.kv_layout:KVLayout.V41_NEW", "the 528-byte record"),
     HostSymbol("sglang.kernels.ops.attention.dsv4.kv_layout:KVLayout.V41_FP4_NEW", "the 288-byte record"),
+    HostSymbol("sglang.kernels.ops.attention.dsv4.kv_layout:KVLayout.V4", "the 584-byte record"),
     HostSymbol(
         "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator._build_dsv4_kv_pool",
         "hooked: csa2's pool class for the target model",

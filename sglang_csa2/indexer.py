@@ -79,8 +79,6 @@ class Indexer:
 class TorchIndexer(Indexer):
     """The torch route."""
 
-    kernels = "torch"
-
     def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[TopK, Tensor | None]:
         device = q.device
         positions = torch.full((meta.num_rows, self.config.index_topk), -1, dtype=torch.int64, device=device)
@@ -135,16 +133,20 @@ class TorchIndexer(Indexer):
         return entries.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
 
 
-def indexer_for(plan: LayerPlan, device_type: str) -> Indexer:
-    """The indexer of a device's route.
+def indexer_for(plan: LayerPlan, device_type: str, route: str) -> Indexer:
+    """The indexer of a device by the name of its route (routes.py, the index scan's).
 
     Raises:
         ValueError: no route serves the device, or the route cannot serve the model's config.
     """
     if device_type == "cpu":
         return TorchIndexer(plan)
+    if device_type == "cuda" and route == "deep_gemm":
+        from sglang_csa2.indexer_deep_gemm import DeepGemmIndexer
+
+        return DeepGemmIndexer(plan)
     if device_type == "cuda":
         from sglang_csa2.indexer_cuda import CudaIndexer
 
-        return CudaIndexer(plan)
+        return CudaIndexer(plan, route)
     raise ValueError(f"csa2 has no indexer for device {device_type!r}; it serves cpu and cuda")

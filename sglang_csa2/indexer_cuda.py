@@ -1,4 +1,4 @@
-"""Score -> candidate pool -> Top-K -> slots on CUDA: the triton route. The contract is that of `Indexer.choose`.
+"""Score -> candidate pool -> Top-K -> slots on a GPU. The contract is that of `Indexer.choose`.
 
 A scan leaves the maxima of blocks of 8 entries, no scores. The best blocks of a row hold its best entries, so they
 alone are scored again; for the candidate source they are its pool as well. A consumer starts from that pool, fetches
@@ -21,7 +21,6 @@ from torch import Tensor
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.indexer import Indexer
 from sglang_csa2.kernels import (
-    cuda_build,
     cuda_index_decode,
     cuda_index_scores,
     cuda_topk,
@@ -29,7 +28,6 @@ from sglang_csa2.kernels import (
     triton_topk,
 )
 from sglang_csa2.kernels.triton_index_scores import BLOCK_ENTRIES, TILE_ENTRIES
-from sglang_csa2.kernels.triton_records import compute_capability
 from sglang_csa2.layer_plan import LayerPlan
 from sglang_csa2.metadata import Csa2Metadata
 from sglang_csa2.selection import TopK
@@ -44,7 +42,6 @@ class Kernels(NamedTuple):
     build: builds what a first call would build otherwise.
     """
 
-    name: str
     block_maxima: Callable[..., triton_index_scores.Maxima]
     block_maxima_prefill: Callable[..., triton_index_scores.Maxima]
     index_scores_candidates: Callable[..., tuple[Tensor, Tensor]]
@@ -53,10 +50,9 @@ class Kernels(NamedTuple):
     build: Callable[[], None]
 
 
-def triton_kernels(reason: str) -> Kernels:
-    """The portable form, and why it serves. Triton builds a kernel at its first call."""
+def triton_kernels() -> Kernels:
+    """The portable form. Triton builds a kernel at its first call."""
     return Kernels(
-        name=f"Triton ({reason})",
         block_maxima=triton_index_scores.block_maxima,
         block_maxima_prefill=triton_index_scores.block_maxima_prefill,
         index_scores_candidates=triton_index_scores.index_scores_candidates,
@@ -75,7 +71,6 @@ def cuda_kernels() -> Kernels:
         cuda_topk.library()
 
     return Kernels(
-        name="CUDA C++ for Hopper",
         block_maxima=cuda_index_decode.block_maxima,
         block_maxima_prefill=cuda_index_scores.block_maxima_prefill,
         index_scores_candidates=cuda_index_decode.index_scores_candidates,
@@ -85,17 +80,18 @@ def cuda_kernels() -> Kernels:
     )
 
 
-def choose_kernels(config: Csa2Config, capability: int) -> Kernels:
-    """The CUDA C++ kernels where they can serve the card and the model, otherwise Triton's, which name the reason."""
-    reason = cuda_build.missing(capability)
+# By the names that the table of routes has for them.
+KERNELS = {"cuda": cuda_kernels, "triton": triton_kernels}
+
+
+def cuda_problem(config: Csa2Config) -> str | None:
+    """Why the CUDA C++ kernels cannot serve a model, or None."""
     most = max(config.index_topk, config.candidate_topk_blocks)
-    if reason is None and config.index_n_heads > cuda_index_decode.MAX_HEADS:
-        reason = (
-            f"the CUDA C++ kernels score up to {cuda_index_decode.MAX_HEADS} index heads, not {config.index_n_heads}"
-        )
-    if reason is None and most > cuda_topk.MAX_CHOSEN:
-        reason = f"the CUDA C++ kernels choose up to {cuda_topk.MAX_CHOSEN}, not {most}"
-    return cuda_kernels() if reason is None else triton_kernels(reason)
+    if config.index_n_heads > cuda_index_decode.MAX_HEADS:
+        return f"the CUDA C++ kernels score up to {cuda_index_decode.MAX_HEADS} index heads, not {config.index_n_heads}"
+    if most > cuda_topk.MAX_CHOSEN:
+        return f"the CUDA C++ kernels choose up to {cuda_topk.MAX_CHOSEN}, not {most}"
+    return None
 
 
 class _Tile(NamedTuple):
@@ -107,13 +103,11 @@ class _Tile(NamedTuple):
 
 
 class CudaIndexer(Indexer):
-    """The GPU route; its kernels are chosen here, once."""
+    """The GPU routes. kernels: a name of `KERNELS`."""
 
-    def __init__(self, plan: LayerPlan):
+    def __init__(self, plan: LayerPlan, kernels: str = "triton"):
         super().__init__(plan)
-        card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._kernels = choose_kernels(self.config, compute_capability(card))
-        self.kernels = self._kernels.name
+        self._kernels = KERNELS[kernels]()
         if self.config.candidate_source_layer_id is not None and (self.config.candidate_block_size != BLOCK_ENTRIES):
             raise ValueError(
                 f"candidate_block_size is {self.config.candidate_block_size}: the GPU kernels keep maxima of blocks "

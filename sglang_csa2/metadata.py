@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,6 +118,7 @@ class Csa2Metadata:
     longest: positions of the batch's longest request, or a bound on it (a host number).
     request_slots: int64 [batch]. layout: where rows lie, from the host's numbers; None for a decode in fixed shapes.
     window_first: int64 [rows] position of each row's first window slot.
+    prepared: what the route made of this forward's rows for several layers, by its own keys; the route writes it.
     """
 
     requests: Tensor
@@ -131,6 +133,7 @@ class Csa2Metadata:
     longest: int
     tables: PageTables
     selection: Selection = field(default_factory=Selection)
+    prepared: dict[int, Any] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:

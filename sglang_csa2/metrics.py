@@ -21,9 +21,17 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_observability
 
+from sglang_csa2 import routes
 from sglang_csa2.layout import global_bytes_per_token, swa_bytes_per_slot
 
-OPERATIONS = ("swa_store", "main_kv_store", "index_k_store", "index", "sparse_attention")
+# The operations of the endpoint, and those of the table of routes that serve them.
+OPERATIONS = {
+    "swa_store": routes.STORES,
+    "main_kv_store": routes.STORES,
+    "index_k_store": routes.STORES,
+    "index": routes.SCAN,
+    "sparse_attention": routes.DECODE,
+}
 
 
 def enabled() -> bool:
@@ -44,8 +52,8 @@ class Report:
 
         self.backend, self.runner, self.route = backend, model_runner, backend.ops.name
         route = Gauge("csa2:route", "Route that serves an operation.", ["op", "route"], multiprocess_mode="mostrecent")
-        for operation in OPERATIONS:
-            route.labels(operation, self.route).set(1)
+        for operation, row in OPERATIONS.items():
+            route.labels(operation, backend.routes[row].route.name).set(1)
         self.bytes = Gauge("csa2:kv_bytes", "Bytes of KV.", ["kind", "state"], multiprocess_mode="mostrecent")
         self.rows = Counter("csa2:rows", "Query rows.")
         self.beyond = Counter("csa2:rows_beyond_pool", "Query rows whose context exceeds the candidate pool.")
@@ -79,11 +87,11 @@ class Report:
         # Built before the backend or after it, by the kind of pool.
         allocator = getattr(self.runner, "token_to_kv_pool_allocator", None)
         if allocator is not None:
-            plan = self.backend.plan
+            plan, layout = self.backend.plan, self.backend.token_to_kv_pool.layout
             held = allocator.size_full - allocator.full_available_size()
-            self.bytes.labels("global", "used").set(held * global_bytes_per_token(plan))
+            self.bytes.labels("global", "used").set(held * global_bytes_per_token(plan, layout))
             held = allocator.size_swa - allocator.swa_available_size()
-            self.bytes.labels("swa", "used").set(held * swa_bytes_per_slot(plan))
+            self.bytes.labels("swa", "used").set(held * swa_bytes_per_slot(plan, layout))
 
 
 def rows_beyond_pool(plan: Any, counts: list[int], lengths: list[int]) -> int:

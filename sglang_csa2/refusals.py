@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_csa2 import envs, routes
 from sglang_csa2.host import BACKEND_NAME, MODEL_ARCHITECTURE, MODEL_TYPE
 from sglang_csa2.layout import PAGE_TOKENS
 
@@ -28,6 +29,7 @@ class Request:
     hf_config: Any
     device: str
     env: Mapping[str, str]
+    machine: routes.Machine
 
     def arg(self, name: str) -> Any:
         return getattr(self.args, name, None)
@@ -47,9 +49,15 @@ class Refusal:
         return asked and f"csa2 does not serve {asked}: {self.reason}. {self.remedy}."
 
 
-def check(args: Any, hf_config: Any, device: str, env: Mapping[str, str] = os.environ) -> None:
-    """Raises Refused with every row that applies, one line each."""
-    request = Request(args, hf_config, device, env)
+def check(
+    args: Any,
+    hf_config: Any,
+    device: str,
+    env: Mapping[str, str] = os.environ,
+    machine: routes.Machine | None = None,
+) -> None:
+    """Raises Refused with every row that applies, one line each. machine: the one at hand unless given."""
+    request = Request(args, hf_config, device, env, machine or routes.Machine.here(device))
     messages = [message for refusal in REFUSALS if (message := refusal.message(request))]
     if messages:
         raise Refused("\n".join(messages))
@@ -128,6 +136,31 @@ def _fp8_on_cpu(request: Request) -> str | None:
     if asked == "unquant":
         return None
     return f"{asked} weights on the CPU" if asked and request.device == "cpu" else None
+
+
+def _value(read: Callable[[Mapping[str, str]], Any]) -> Callable[[Request], str | None]:
+    """The row applies when a flag of csa2's own has a value that it does not take."""
+
+    def asked(request: Request) -> str | None:
+        try:
+            read(request.env)
+        except envs.EnvError as error:
+            return str(error).partition(":")[0].replace(" is ", "=", 1)
+        return None
+
+    return asked
+
+
+def _route(problem: Callable[[routes.Machine, routes.Flags], str | None]) -> Callable[[Request], str | None]:
+    """The row applies when flags ask for a route that the machine or the layout does not have."""
+
+    def asked(request: Request) -> str | None:
+        try:
+            return problem(request.machine, routes.Flags.from_env(request.env))
+        except envs.EnvError:
+            return None  # said by the flag's own row
+
+    return asked
 
 
 def _on_cpu(asked: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
@@ -343,8 +376,8 @@ REFUSALS = (
     Refusal(
         "a layout in `SGLANG_DSV4_KV_LAYOUT`",
         _env("SGLANG_DSV4_KV_LAYOUT", "", "v41_new"),
-        "csa2 has one layout, 528-byte window KV and 288-byte main KV token by token",
-        "Unset the variable",
+        "csa2 has layouts of its own",
+        "Unset the variable; SGLANG_CSA2_KV_LAYOUT chooses between csa2's",
     ),
     Refusal(
         "a layout in `SGLANG_DSV4_COMPRESSED_KV_LAYOUT`",
@@ -363,5 +396,41 @@ REFUSALS = (
         _env("SGLANG_DSV4_UNIFIED_KV_FP8", *_FALSE),
         "it selects another pool",
         "Unset the variable",
+    ),
+    Refusal(
+        f"`{envs.KV_LAYOUT}` other than `v41` or `v4`",
+        _value(envs.kv_layout),
+        "csa2 keeps KV in one of these two layouts",
+        "Unset the variable or give one of them",
+    ),
+    Refusal(
+        f"`{envs.KV_LAYOUT}=v4` on a GPU without FlashMLA's V4 kernels",
+        _route(routes.layout_problem),
+        "on GPUs no other kernel reads 584-byte records",
+        "Unset the variable, or install sgl-flash-mla on a card of compute capability 9.0, 10.0 or 10.3",
+    ),
+    Refusal(
+        f"`{envs.DECODE_ATTENTION}` other than `auto`, `cuda`, `triton` or `flashmla`",
+        _value(envs.decode_attention),
+        "no route of attention has another name",
+        "Unset the variable or give one of them",
+    ),
+    Refusal(
+        f"a route in `{envs.DECODE_ATTENTION}` that the machine or the KV layout does not have",
+        _route(routes.decode_problem),
+        "nothing else is chosen in the place of what was asked for",
+        "Unset the variable, or see python -m sglang_csa2 doctor",
+    ),
+    Refusal(
+        f"`{envs.DEEP_GEMM_INDEXER}` without DeepGEMM's sparse index scores",
+        _route(routes.indexer_problem),
+        "nothing else is chosen in the place of what was asked for",
+        "Unset the variable: csa2's own kernels score",
+    ),
+    Refusal(
+        f"`{envs.DEEP_GEMM_INDEXER}` or `{envs.PREFILL_KV_REUSE}` that is neither a yes nor a no",
+        _either(_value(envs.deep_gemm_indexer), _value(envs.prefill_kv_reuse)),
+        "they are switches",
+        "Give 1 or 0, or unset the variable",
     ),
 )

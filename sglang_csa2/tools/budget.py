@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_csa2.layer_plan import LayerPlan, LayerSpec, Role
-from sglang_csa2.layout import INDEX_K, INDEX_PAGE_SLOTS, MAIN_KV, PAGE_TOKENS, PENDING_PAIR_WIDTH, SWA_KV
+from sglang_csa2.layout import INDEX_K, INDEX_PAGE_SLOTS, PAGE_TOKENS, PENDING_PAIR_WIDTH, V4, V41, KVLayout
 
 GIB = 1 << 30
 # Ring rows per request of the pending pairs without speculation: the open pair's two tokens.
@@ -24,28 +24,23 @@ EVICTION_INTERVAL, CHUNKS_IN_FLIGHT, TAILS_PER_REQUEST = 128, 2, 4
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Record sizes of one way to store the caches; `page_align` is what a page of records is padded to."""
+    """One way to store the caches, by the name that the table gives it."""
 
     name: str
-    main_bytes: int
-    swa_bytes: int
-    page_align: int
+    records: KVLayout
 
     def main_per_entry(self, ratio: int) -> float:
-        return _padded(PAGE_TOKENS // ratio, self.main_bytes, self.page_align)
+        return self.records.main_bytes(ratio)
 
     @property
     def swa_per_slot(self) -> float:
-        return _padded(PAGE_TOKENS, self.swa_bytes, self.page_align)
+        return self.records.swa_bytes
 
 
-def _padded(slots: int, record: int, align: int) -> float:
-    return -(-slots * record // align) * align / slots
-
-
-# Ours has no padding. The host's own keeps both caches in one 584-byte record, in pages of whole 576-byte rows.
-CSA2 = CacheLayout("csa2", main_bytes=MAIN_KV.bytes, swa_bytes=SWA_KV.bytes, page_align=1)
-STOCK = CacheLayout("stock dsv4 (584-byte records)", main_bytes=584, swa_bytes=584, page_align=576)
+CSA2 = CacheLayout("csa2", V41)
+CSA2_V4 = CacheLayout("csa2, v4 records", V4)
+# The host's own on Hopper: both caches in one 584-byte record, as csa2's v4.
+STOCK = CacheLayout("stock dsv4 (584-byte records)", V4)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_csa2 import envs
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.layer_plan import LayerPlan
 from sglang_csa2.layout import PAGE_TOKENS
-from sglang_csa2.tools.budget import CSA2, GIB, STOCK, Budget, Serving
+from sglang_csa2.tools.budget import CSA2, CSA2_V4, GIB, STOCK, Budget, Serving
 from sglang_csa2.tools.weights import weights_of
 
 # Total memory in MiB as the driver reports it.
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights-gib", type=float, help="weights on one GPU, instead of the estimate")
     parser.add_argument("--engram", choices=("gpu", "host"), default="gpu", help="where the Engram tables lie")
     parser.add_argument("--kv-gib", type=float, help="the KV budget itself: available_bytes in a server's log")
+    parser.add_argument("--kv-layout", choices=envs.LAYOUTS, help=f"as in {envs.KV_LAYOUT}, which is the default")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -79,12 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
         swa_prefix_tails=arguments.swa_prefix_tails,
     )
     memory = _memory(arguments, serving, settings, plan, folder)
+    mine = {"v41": CSA2, "v4": CSA2_V4}[arguments.kv_layout or envs.kv_layout()]
     report = {
         "model": str(arguments.model),
         "serving": {**asdict(serving), "tp_size": arguments.tp, "swa_prefix_tails": serving.prefix_tails},
         "memory": asdict(memory),
-        "layouts": [_layout(Budget(plan, layout, serving), memory) for layout in (CSA2, STOCK)],
-        "notes": _notes(arguments, serving, memory, plan),
+        "layouts": [_layout(Budget(plan, layout, serving), memory) for layout in (mine, STOCK)],
+        "notes": _notes(arguments, Budget(plan, mine, serving), memory),
     }
     print(json.dumps(report, indent=1) if arguments.json else _table(report))
     return 0
@@ -159,11 +162,11 @@ def _layout(budget: Budget, memory: Memory) -> dict[str, Any]:
     }
 
 
-def _notes(arguments: argparse.Namespace, serving: Serving, memory: Memory, plan: LayerPlan) -> list[str]:
+def _notes(arguments: argparse.Namespace, mine: Budget, memory: Memory) -> list[str]:
     notes = []
     if memory.kv == 0:
         notes.append("The weights leave no room for a cache: use more GPUs (--tp), or --engram host.")
-    elif Budget(plan, CSA2, serving).tokens(memory.kv) == 0:
+    elif mine.tokens(memory.kv) == 0:
         notes.append("The window slots leave no room for context: fewer --concurrency or --swa-prefix-tails.")
     if memory.weights_source.startswith("estimated"):
         notes.append(

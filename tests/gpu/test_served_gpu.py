@@ -16,6 +16,9 @@ if not torch.cuda.is_available():
 
 from served import CASE_BOUND_64H, MEAN_BOUND_64H, golden_differences, serve
 
+from sglang_csa2.kernels import flash_mla_decode
+from sglang_csa2.kernels.triton_records import compute_capability
+
 pytestmark = pytest.mark.server
 NAME = "tiny-dsv41-64h"
 SERVERS = {
@@ -24,8 +27,13 @@ SERVERS = {
         "csa2", "--skip-tokenizer-init", "--cuda-graph-backend-decode", "disabled", "--chunked-prefill-size", "256",
     ),
     "csa2, replay": ("csa2", "--skip-tokenizer-init", "--enable-decoder-swa-bounded-replay"),
+    "csa2, v4": ("csa2", "--skip-tokenizer-init"),
     "dsv4": ("dsv4", "--skip-tokenizer-init"),
 }  # fmt: skip
+ENVIRONMENT = {"csa2, v4": {"SGLANG_CSA2_KV_LAYOUT": "v4"}}
+# On cards that FlashMLA's V4 kernels are not for, that server would refuse to start.
+if flash_mla_decode.missing(compute_capability(torch.device("cuda")), "v4"):
+    del SERVERS["csa2, v4"]
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +41,11 @@ def servers(tiny_model_64h):
     """All of them side by side, because most of the time is their start."""
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(SERVERS)) as executor:
 
-        def start(backend, *arguments):
-            return stack.enter_context(serve(*arguments, model=tiny_model_64h, device="cuda", backend=backend))
+        def start(name, backend, *arguments):
+            options = {"model": tiny_model_64h, "device": "cuda", "backend": backend, "env": ENVIRONMENT.get(name)}
+            return stack.enter_context(serve(*arguments, **options))
 
-        started = {name: executor.submit(start, *arguments) for name, arguments in SERVERS.items()}
+        started = {name: executor.submit(start, name, *arguments) for name, arguments in SERVERS.items()}
         yield {name: future.result() for name, future in started.items()}
 
 
@@ -67,6 +76,18 @@ def test_graphs_were_on_and_off(servers):
 
 def test_routes_are_logged(servers):
     assert "flash_mla_sparse_fwd" in servers["csa2"].log or "packed records" in servers["csa2"].log
+    assert "csa2 route, attention, decode: triton (triton" in servers["csa2"].log
+    if "csa2, v4" in servers:
+        assert "csa2 route, attention, decode: flashmla (sgl-flash-mla" in servers["csa2, v4"].log
+
+
+@pytest.mark.skipif("csa2, v4" not in SERVERS, reason="FlashMLA's V4 kernels do not run on this card")
+def test_v4_costs_what_stock_costs(servers, differences):
+    mine, stock = (
+        float(re.search(r"bytes_per_full_token=([\d.]+)", servers[name].log).group(1)) for name in ("csa2, v4", "dsv4")
+    )
+    assert mine == stock
+    assert statistics.fmean(differences["csa2, v4"]) <= 1.1 * statistics.fmean(differences["dsv4"])
 
 
 def test_replay_answers_short_prompts_exactly(servers):

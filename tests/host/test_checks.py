@@ -137,8 +137,8 @@ def test_a_selection_that_was_not_published(bench):
     request = start(bench)
     attention = bench.backend.ops.sparse_attention
 
-    def foreign(q, swa, swa_slots, main, main_slots, sink, scale):
-        return attention(q, swa, swa_slots, main, None if main_slots is None else main_slots.clone(), sink, scale)
+    def foreign(q, swa, swa_slots, main, main_slots, *rest):
+        return attention(q, swa, swa_slots, main, None if main_slots is None else main_slots.clone(), *rest)
 
     bench.backend.ops.sparse_attention = foreign
     with pytest.raises(CheckError, match="not published in this forward"):

@@ -12,7 +12,7 @@ import pytest
 from harness import TINY, installed_host
 from served import environment, launch_arguments
 
-from sglang_csa2 import refusals
+from sglang_csa2 import envs, refusals, routes
 
 # A setting for every row of the table, as a user gives it. `ARGS` go through the host's parser and resolution;
 # where the host's own checks come before ours, or the setting is not an option, the table is asked directly.
@@ -56,6 +56,38 @@ ENVIRONMENT = {
     "`SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE`": {"SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE": "1"},
     "`SGLANG_DSV4_UNIFIED_KV_FP8`": {"SGLANG_DSV4_UNIFIED_KV_FP8": "true"},
 }
+# Routes that a machine or a layout does not have: the machine, the environment and what the message names.
+H200, A100 = routes.Machine("cuda", 90, "H200"), routes.Machine("cuda", 80, "A100")
+CPU = routes.Machine("cpu", 0, "CPU")
+_LAYOUT, _DECODE, _INDEXER = envs.KV_LAYOUT, envs.DECODE_ATTENTION, envs.DEEP_GEMM_INDEXER
+ROUTES = [
+    (f"`{_LAYOUT}` other than `v41` or `v4`", CPU, {_LAYOUT: "v5"}, "SGLANG_CSA2_KV_LAYOUT='v5'"),
+    (f"`{_LAYOUT}=v4` on a GPU without FlashMLA's V4 kernels", A100, {_LAYOUT: "v4"}, "this card has 8.0"),
+    (
+        f"`{_DECODE}` other than `auto`, `cuda`, `triton` or `flashmla`",
+        H200,
+        {_DECODE: "fast"},
+        "SGLANG_CSA2_DECODE_ATTENTION='fast'",
+    ),
+    *(
+        (f"a route in `{_DECODE}` that the machine or the KV layout does not have", machine, env, what)
+        for machine, env, what in (
+            (CPU, {_DECODE: "triton"}, "Triton kernels are for GPUs"),
+            (A100, {_DECODE: "cuda"}, "compute capability 9.0, this card has 8.0"),
+            (H200, {_DECODE: "flashmla"}, "v41 records on compute capability 10.0, 10.3 only"),
+            (H200, {_DECODE: "triton", _LAYOUT: "v4"}, "it reads v41 records, not v4"),
+            (H200, {_DECODE: "cuda", _LAYOUT: "v4"}, "it reads v41 records, not v4"),
+        )
+    ),
+    (f"`{_INDEXER}` without DeepGEMM's sparse index scores", H200, {_INDEXER: "1"}, "this card has 9.0"),
+    (f"`{_INDEXER}` without DeepGEMM's sparse index scores", CPU, {_INDEXER: "on"}, "it is for GPUs"),
+    (
+        f"`{_INDEXER}` or `{envs.PREFILL_KV_REUSE}` that is neither a yes nor a no",
+        H200,
+        {_INDEXER: "maybe"},
+        "SGLANG_DSV41_DEEP_GEMM_CANDIDATE_INDEXER='maybe'",
+    ),
+]
 OTHERWISE = {"another model architecture", "`--device` other than `cpu` or `cuda`"}
 V41 = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v41", quantization_config=None)
 PLAIN = SimpleNamespace(attention_backend="csa2")
@@ -75,7 +107,9 @@ def message_of(setting: str) -> str:
 
 
 def test_every_row_has_a_test():
-    assert {row.setting for row in refusals.REFUSALS} == ARGS.keys() | ENVIRONMENT.keys() | OTHERWISE
+    assert {row.setting for row in refusals.REFUSALS} == ARGS.keys() | ENVIRONMENT.keys() | OTHERWISE | {
+        row[0] for row in ROUTES
+    }
 
 
 def test_defaults_are_served():
@@ -108,6 +142,18 @@ def test_refused_arguments(setting):
 def test_refused_environment(setting):
     with pytest.raises(refusals.Refused, match=re.escape(message_of(setting))):
         refusals.check(PLAIN, V41, "cpu", env=ENVIRONMENT[setting])
+
+
+@pytest.mark.parametrize(("setting", "machine", "env", "what"), ROUTES, ids=lambda value: str(value)[:60])
+def test_refused_routes(setting, machine, env, what):
+    with pytest.raises(refusals.Refused, match=re.escape(message_of(setting))) as error:
+        refusals.check(PLAIN, V41, machine.device, env=env, machine=machine)
+    assert what in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("env", [{}, {_LAYOUT: "V4"}, {_LAYOUT: "v4", _DECODE: "auto"}], ids=str)
+def test_layouts_that_the_cpu_serves(env):
+    refusals.check(PLAIN, V41, "cpu", env=env, machine=CPU)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_draft_pool_stays_stock():
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 
     from sglang_csa2.patches import memory
-    from sglang_csa2.pool import HOST_KV_LAYOUT, Csa2KVPool
+    from sglang_csa2.pool import Csa2KVPool, host_layout
 
     def original(self, **kwargs):
         layout, _ = memory.select_layout(lambda: ("stock layout", None))
@@ -124,7 +124,7 @@ def test_a_draft_pool_stays_stock():
 
     draft, target = SimpleNamespace(is_draft_worker=True), SimpleNamespace(is_draft_worker=False)
     assert memory.build_pool(original, draft) == (DeepSeekV4TokenToKVPool, "stock layout")
-    assert memory.build_pool(original, target) == (Csa2KVPool, HOST_KV_LAYOUT)
+    assert memory.build_pool(original, target) == (Csa2KVPool, host_layout().swa)
     assert kv_cache_configurator.DeepSeekV4TokenToKVPool is DeepSeekV4TokenToKVPool
 
 

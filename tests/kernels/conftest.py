@@ -10,7 +10,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 _CPU_ONLY = (
     "test_compile.py", "test_cuda_compile.py", "test_cuda_emulation.py", "test_cuda_index_emulation.py",
     "test_interpret.py", "test_flash_mla_prefill.py", "test_cuda_index_decode_emulation.py",
-    "test_cuda_topk_emulation.py",
+    "test_cuda_topk_emulation.py", "test_flash_mla_decode.py", "test_deep_gemm_scores.py",
 )  # fmt: skip
 
 

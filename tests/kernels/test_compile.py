@@ -20,9 +20,18 @@ import pytest
 import torch
 import triton
 
-from sglang_csa2.kernels import triton_gather, triton_index_scores, triton_pool_pairs, triton_store, triton_topk
+from sglang_csa2.kernels import (
+    triton_gather,
+    triton_gather_v4,
+    triton_index_scores,
+    triton_pool_pairs,
+    triton_store,
+    triton_store_v4,
+    triton_topk,
+)
 from sglang_csa2.kernels import triton_sparse_attention as attention
-from sglang_csa2.layout import INDEX_PAGE_BYTES
+from sglang_csa2.kernels.records_v4 import pages_of
+from sglang_csa2.layout import INDEX_PAGE_BYTES, V4
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests compile these kernels anyway")
 
@@ -93,7 +102,16 @@ def _stores():
     triton_gather.gather_main_kv(_bytes(8, 288), _ints(5))
 
 
-GROUPS = {"attention": _attention, "index_scores": _index_scores, "topk": _topk, "stores": _stores}
+def _v4():
+    table, weight = torch.empty(64, 32, dtype=torch.complex64), _bf16(512)
+    pages = pages_of(_bytes(2, V4.page_bytes(V4.main, 128)), 128)
+    triton_store_v4.swa_store_v4(_bf16(2, 512), weight, 1e-20, table, _ints(2), _ints(2), pages)
+    for norm in ({}, {"weight": weight, "eps": 1e-20, "normed": _bf16(2, 512)}):
+        triton_store_v4.main_kv_store_v4(_bf16(2, 512), table, _ints(2), _ints(2), pages, **norm)
+    triton_gather_v4.gather_v4(pages, _ints(5))
+
+
+GROUPS = {"attention": _attention, "index_scores": _index_scores, "topk": _topk, "stores": _stores, "v4": _v4}
 FIGURES = ("registers", "stack", "shared")
 
 

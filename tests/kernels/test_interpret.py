@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs 
 HERE = Path(__file__).parent
 # The interpreter scans slowly: of the top-k tests a few do.
 SUITES = {
-    "stores and pooling": ["test_store.py", "test_pool_pairs.py", "test_gather.py"],
+    "stores and pooling": ["test_store.py", "test_pool_pairs.py", "test_gather.py", "test_v4.py"],
     "index scores": ["test_index_scores.py"],
     "attention": ["test_sparse_attention.py"],
     "top-k": ["test_topk.py", "-k", "in_blocks or best_blocks or slots or refusals"],

@@ -17,7 +17,19 @@ KERNELS = sorted((REPOSITORY / "kernels").glob("*.py"))
 HOST_MODULES = {"plugin", "pool", "backend", "metrics"}
 HOST_TOOLS = {"served"}
 # Data flows one way: a module imports only those before it.
-ORDER = ["config", "layer_plan", "layout", "selection", "metadata", "trace", "ops", "workspace", "indexer", "attention"]
+ORDER = [
+    "config",
+    "layer_plan",
+    "layout",
+    "selection",
+    "metadata",
+    "trace",
+    "routes",
+    "ops",
+    "workspace",
+    "indexer",
+    "attention",
+]
 
 
 def imports(path: Path) -> set[str]:

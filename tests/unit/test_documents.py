@@ -40,7 +40,7 @@ def test_files_that_are_named(path):
 COMMANDS = [line.strip() for line in README.splitlines() if line.startswith("    python -m sglang_csa2 ")]
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if " verify " not in line and "--trace" not in line])
+@pytest.mark.parametrize("line", [line for line in COMMANDS if not re.search(" verify | doctor|--trace", line)])
 def test_commands_that_need_nothing(line, tmp_path, monkeypatch, capsys):
     """As they stand, from the repository; files that they write go elsewhere."""
     monkeypatch.chdir(REPOSITORY)
@@ -50,10 +50,23 @@ def test_commands_that_need_nothing(line, tmp_path, monkeypatch, capsys):
 
 def test_commands_are_listed():
     kinds = {shlex.split(line)[3] for line in COMMANDS}
-    assert len(COMMANDS) >= 6 and kinds == {"plan", "show", "verify"}
+    assert len(COMMANDS) >= 6 and kinds == {"doctor", "plan", "show", "verify"}
 
 
 def test_environment_variables_are_documented():
     from sglang_csa2 import envs
 
-    assert f"`{envs.TRACE}`" in README and Path(envs.__file__).read_text().count(f"`{envs.TRACE}`") == 1
+    names = [value for name, value in vars(envs).items() if name.isupper() and str(value).startswith("SGLANG_")]
+    assert len(names) == 6
+    for name in names:
+        assert f"| `{name}` |" in README and Path(envs.__file__).read_text().count(f"`{name}`") == 1
+
+
+def test_the_readme_has_every_route():
+    from sglang_csa2.routes import ROUTES
+
+    for route in ROUTES:
+        layouts = ", ".join(f"`{layout}`" for layout in route.layouts)
+        run = "yes" if route.was_run else "**not run on hardware**"
+        row = f"| {route.op} | {route.name} | {route.hardware} | {route.library} | {layouts} | {route.chosen} | {run} |"
+        assert row in README, row

@@ -1,4 +1,4 @@
-"""Which kernels the GPU indexer takes, and what it says of them."""
+"""Which kernels the GPU indexer takes for a model, and the reason that is given."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import pytest
 
 pytest.importorskip("triton")
 
-from sglang_csa2 import indexer_cuda
+from sglang_csa2 import routes
 from sglang_csa2.config import Csa2Config
 
 TINY = json.loads((Path(__file__).parents[2] / "configs" / "tiny-dsv41" / "config.json").read_text())
+INDEX = (routes.SCAN, routes.CANDIDATES, routes.TOPK)
 
 
-def _name(monkeypatch, missing=None, **changes):
-    monkeypatch.setattr(indexer_cuda.cuda_build, "missing", lambda capability: missing)
-    return indexer_cuda.choose_kernels(Csa2Config.from_hf(TINY | changes), 90).name
+def _choices(monkeypatch, missing=None, **changes):
+    monkeypatch.setattr(routes.cuda_build, "missing", lambda capability: missing)
+    chosen = routes.choose(routes.Machine("cuda", 90, "a card"), routes.Flags(), Csa2Config.from_hf(TINY | changes))
+    return [chosen[op] for op in INDEX]
 
 
 def test_cuda_where_it_can_serve(monkeypatch):
-    assert _name(monkeypatch).startswith("CUDA C++")
+    assert [choice.route.name for choice in _choices(monkeypatch)] == ["cuda"] * 3
 
 
 @pytest.mark.parametrize(
@@ -33,5 +35,5 @@ def test_cuda_where_it_can_serve(monkeypatch):
     ],
 )
 def test_triton_elsewhere_says_why(missing, changes, reason, monkeypatch):
-    name = _name(monkeypatch, missing, **changes)
-    assert name.startswith("Triton (") and reason in name
+    for choice in _choices(monkeypatch, missing, **changes):
+        assert choice.route.name == "triton" and reason in choice.reason

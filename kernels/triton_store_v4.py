@@ -1,0 +1,182 @@
+"""The two KV stores on CUDA into V4 records: normalise, rotate, round to the model's grid, encode, write.
+
+    swa_store_v4      kv     [n, 512] bf16 -> cache uint8 [pages, slots, 584]
+    main_kv_store_v4  latent [n, 512] bf16 -> cache uint8 [pages, slots, 584]; with `weight` also normalises
+
+Same contract as `triton_store.py`, whose rounding to the model's grids they share, on caches of `records_v4.py`; the
+bytes are those of `store.swa_store_v4` and `store.main_kv_store_v4`. Index K is stored by `triton_store.py`.
+
+One program per row; a row is read and written once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sglang_csa2.kernels.triton_records import ceil_exponent, decode_e4m3, encode_e4m3, exp2_of_biased
+from sglang_csa2.kernels.triton_store import (
+    OPTIONS,
+    check_inputs,
+    check_normed,
+    check_shared,
+    load_pairs,
+    normalise,
+    quantize_main,
+    quantize_swa,
+    rotate,
+)
+from sglang_csa2.layout import V4_KV
+
+
+@triton.jit
+def _signed_e4m3(code):
+    value = decode_e4m3(code & 0x7F)
+    return tl.where((code & 0x80) != 0, -value, value)
+
+
+@triton.jit
+def _signed_e2m1(code):
+    magnitude = code & 7
+    normal = (((magnitude >> 1) + 126) << 23 | ((magnitude & 1) << 22)).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
+    return tl.where((code & 8) != 0, -value, value)
+
+
+@triton.jit
+def _write(even, odd, cache_ptr, slot, page_stride, PAGE_SLOTS: tl.constexpr):
+    """Encode a row's values, fp32 [8, 32] each of even and odd dims, and write them to its slot."""
+    amax = tl.maximum(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1), 1e-4)
+    exponent = ceil_exponent(amax * 0.002232142857142857)
+    inverse = exp2_of_biased(254 - exponent)[:, None]
+    packed = encode_e4m3(tl.clamp(even * inverse, -448.0, 448.0))
+    packed |= encode_e4m3(tl.clamp(odd * inverse, -448.0, 448.0)) << 8
+    page = cache_ptr + (slot // PAGE_SLOTS) * page_stride
+    data = page + (slot % PAGE_SLOTS) * 576
+    group = tl.arange(0, 8)
+    pair = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    is_fp8 = pair < 224
+    tl.store(data.to(tl.pointer_type(tl.int16)) + pair, packed.to(tl.int16), mask=is_fp8)
+    # Pair 224 is the first of bf16: 448 bytes of data lie before it, and four bytes hold a pair.
+    roped = (data + 448).to(tl.pointer_type(tl.bfloat16)) + 2 * (pair - 224)
+    tl.store(roped, even.to(tl.bfloat16), mask=pair >= 224)
+    tl.store(roped + 1, odd.to(tl.bfloat16), mask=pair >= 224)
+    scales = page + PAGE_SLOTS * 576 + (slot % PAGE_SLOTS) * 8
+    tl.store(scales + group, tl.where(group < 7, exponent, 0).to(tl.uint8))
+
+
+@triton.jit
+def _swa_store_v4_kernel(
+    kv_ptr,  # bf16 [n, 512], row stride `kv_stride`
+    weight_ptr,  # [512]
+    table_ptr,  # fp32 [positions, 32, 2]
+    positions_ptr,  # int [n]
+    slots_ptr,  # int [n]
+    cache_ptr,  # uint8 pages `page_stride` apart
+    kv_stride,
+    page_stride,
+    eps,
+    PAGE_SLOTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot >= 0:
+        even, odd = load_pairs(kv_ptr + row * kv_stride, 16, 16)
+        even, odd = normalise(even, odd, weight_ptr, eps, 16, 16)
+        even, odd = rotate(even, odd, table_ptr, tl.load(positions_ptr + row).to(tl.int64), 16, 16)
+        even_code, odd_code, exponent = quantize_swa(even, odd)
+        scale = exp2_of_biased(exponent)[:, None]
+        even, odd = _signed_e4m3(even_code) * scale, _signed_e4m3(odd_code) * scale
+        _write(tl.reshape(even, (8, 32)), tl.reshape(odd, (8, 32)), cache_ptr, slot, page_stride, PAGE_SLOTS)
+
+
+@triton.jit
+def _main_kv_store_v4_kernel(
+    latent_ptr,  # bf16 [n, 512], row stride `latent_stride`
+    weight_ptr,  # [512], or unused
+    normed_ptr,  # bf16 [n, 512] contiguous, or unused
+    table_ptr,  # fp32 [positions, 32, 2]
+    positions_ptr,  # int [n]
+    slots_ptr,  # int [n]
+    cache_ptr,  # uint8 pages `page_stride` apart
+    latent_stride,
+    page_stride,
+    eps,
+    NORM: tl.constexpr,
+    PAGE_SLOTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    pair = tl.arange(0, 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    even, odd = load_pairs(latent_ptr + row * latent_stride, 32, 8)
+    if NORM:
+        even, odd = normalise(even, odd, weight_ptr, eps, 32, 8)
+        tl.store(normed_ptr + row * 512 + 2 * pair, even.to(tl.bfloat16))
+        tl.store(normed_ptr + row * 512 + 2 * pair + 1, odd.to(tl.bfloat16))
+    if slot >= 0:
+        even, odd = rotate(even, odd, table_ptr, tl.load(positions_ptr + row).to(tl.int64), 32, 8)
+        even_code, odd_code, scale_code = quantize_main(even, odd)
+        scale = decode_e4m3(scale_code)[:, None]
+        even, odd = _signed_e2m1(even_code) * scale, _signed_e2m1(odd_code) * scale
+        _write(tl.reshape(even, (8, 32)), tl.reshape(odd, (8, 32)), cache_ptr, slot, page_stride, PAGE_SLOTS)
+
+
+def swa_store_v4(
+    kv: Tensor, weight: Tensor, eps: float, table: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
+) -> None:
+    rows = kv.shape[0]
+    check_inputs("kv", kv, V4_KV.dims, positions, slots)
+    check_shared(weight, V4_KV.dims, table)
+    check_pages(cache)
+    if rows:
+        table, strides = torch.view_as_real(table), (kv.stride(0), cache.stride(0))
+        _swa_store_v4_kernel[(rows,)](
+            kv, weight, table, positions, slots, cache, *strides, eps, PAGE_SLOTS=cache.shape[1], **OPTIONS
+        )
+
+
+def main_kv_store_v4(
+    latent: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    *,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    normed: Tensor | None = None,
+) -> None:
+    rows = latent.shape[0]
+    check_inputs("latent", latent, V4_KV.dims, positions, slots)
+    check_shared(weight, V4_KV.dims, table)
+    check_normed(latent, weight, normed)
+    check_pages(cache)
+    if rows:
+        _main_kv_store_v4_kernel[(rows,)](
+            latent,
+            latent if weight is None else weight,
+            latent if normed is None else normed,
+            torch.view_as_real(table),
+            positions,
+            slots,
+            cache,
+            latent.stride(0),
+            cache.stride(0),
+            eps,
+            NORM=weight is not None,
+            PAGE_SLOTS=cache.shape[1],
+            **OPTIONS,
+        )
+
+
+def check_pages(cache: Tensor) -> None:
+    """Raise unless `cache` is the view of a V4 cache: whole pages, each its slots' data and then their scales."""
+    if cache.ndim != 3 or cache.shape[2] != V4_KV.bytes or cache.dtype is not torch.uint8:
+        raise ValueError(f"cache must be uint8 [pages, slots, {V4_KV.bytes}], got {cache.dtype} {list(cache.shape)}")
+    if cache.stride()[1:] != (V4_KV.bytes, 1) or cache.stride(0) % V4_KV.data_bytes or cache.data_ptr() % 16:
+        raise ValueError(
+            f"cache pages must be whole, at multiples of 16 and {V4_KV.data_bytes} bytes apart, got strides "
+            f"{cache.stride()} at {cache.data_ptr():#x}: view the pool's buffer"
+        )
