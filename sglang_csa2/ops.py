@@ -227,6 +227,9 @@ def _pages(cache: Tensor) -> Tensor:
     return cache if cache.ndim == 3 else cache.unflatten(0, (-1, PAGE_TOKENS // 2))
 
 
-def ops_for(device_type: str, decode_attention: str) -> Ops:
-    """The operations of a device; decode_attention: the route that was chosen for it (routes.py)."""
+def ops_for(device_type: str, decode_attention: str = "triton") -> Ops:
+    """The operations of a device.
+
+    decode_attention: the route that was chosen for it (routes.py); what only stores, as the pool does, needs none.
+    """
     return TorchOps() if device_type == "cpu" else TritonOps(decode_attention)

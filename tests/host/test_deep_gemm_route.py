@@ -51,25 +51,22 @@ def _best_blocks(maxima, tiles, visible, k, *, keep_newest):
     return select_topk(maxima, allowed, k).int()
 
 
-def _select_in_blocks(scores, maxima, blocks, visible, k):
+def _select_slots(scores, maxima, blocks, visible, k, table, requests, ratio):
     entry = (blocks[..., None] * 8 + torch.arange(8)).flatten(1)
     allowed = (blocks >= 0).repeat_interleave(8, 1) & (entry < visible[:, None])
     columns = select_topk(scores, allowed, k)
-    return entry.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1).int()
+    positions = entry.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+    slots = table[requests[:, None], positions.clamp(min=0) * ratio].long() // ratio
+    return positions.int(), slots.masked_fill(positions < 0, -1)
 
 
-def _slots(self, positions, layer, meta):
-    return meta.tables.compressed_slots(meta.requests[:, None], positions.long(), layer.ratio)
-
-
-SELECTING = SimpleNamespace(TILE_BLOCKS=8, best_blocks=_best_blocks, select_in_blocks=_select_in_blocks)
+SELECTING = SimpleNamespace(TILE_BLOCKS=8, best_blocks=_best_blocks, select_slots=_select_slots)
 
 
 @pytest.mark.parametrize("tile_bytes", [1 << 30, 40_000], ids=["one tile", "tiles of rows"])
 def test_choices_are_the_references(monkeypatch, tile_bytes):
     monkeypatch.setattr(indexer_deep_gemm, "selecting", SELECTING)
     monkeypatch.setattr(indexer_deep_gemm, "_TILE_BYTES", tile_bytes)
-    monkeypatch.setattr(DeepGemmIndexer, "_slots", _slots)
     # The pool's pages are as with the flag; that the CPU has no DeepGEMM is not the question here.
     monkeypatch.setenv(envs.DEEP_GEMM_INDEXER, "1")
     monkeypatch.setattr(routes, "indexer_problem", lambda machine, flags: None)
