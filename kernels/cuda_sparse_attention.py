@@ -39,12 +39,11 @@ class Tile(NamedTuple):
     splits: int
 
 
-# From a sweep of an earlier form on one H200, 128 + 512 keys; this form has not been swept. With few rows four tiles
-# of 16 heads, which decode a row four times, beat one of 64, whose splits have much to combine (rows 1: 12.2 against
-# 20.5 us, rows 4: 13.8 against 22.9). A cluster needs its blocks' worth of free multiprocessors in one part of the
-# card, so larger ones must leave room: 64 heads, 32 rows: 4 splits 53 us, 3 splits 35; 16 heads, 16 rows: 8 splits
-# 31 us, 5 splits 14. `_SPLITS`: the share of the card that blocks may take, by splits.
-_SPLITS = {2: 1.0, 3: 0.75, 5: 0.625, 10: 0.34}
+# From a sweep on one H200, 128 + 512 keys. With few rows four tiles of 16 heads, which decode a row four times, beat one
+# of 64, whose splits have four times as much to combine (rows 4: 12.1 against 15.1 us). A cluster needs its blocks' worth
+# of free multiprocessors in one part of the card, so larger ones must leave room (16 heads, 16 rows: 8 splits 22.7 us, 5
+# splits 13.2). By the tile's heads: the share of the card that blocks may take, by splits.
+_SPLITS = {16: {2: 1.0, 3: 0.75, 5: 0.625, 10: 0.34}, 64: {2: 1.0, 3: 0.75, 4: 0.5}}
 
 
 def choose_tile(rows: int, heads: int, keys: int, multiprocessors: int) -> Tile:
@@ -53,7 +52,7 @@ def choose_tile(rows: int, heads: int, keys: int, multiprocessors: int) -> Tile:
     tile_heads = 16 if narrow else 64
     blocks = rows * -(-heads // tile_heads)
     tiles = -(-keys // _TILE_KEYS)
-    fitting = [n for n, share in _SPLITS.items() if n <= tiles and blocks * n <= share * multiprocessors]
+    fitting = [n for n, share in _SPLITS[tile_heads].items() if n <= tiles and blocks * n <= share * multiprocessors]
     return Tile(tile_heads, max(fitting, default=1))
 
 

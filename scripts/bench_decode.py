@@ -2,6 +2,7 @@
 
     python scripts/bench_decode.py attention [--rows 1 64 512] [--heads 64 16 8] [--json out.json] [--sweep]
     python scripts/bench_decode.py scores | select | layer [--shapes 1x16384 8x1048576] [--early] [--json out.json]
+    python scripts/bench_decode.py memory [--shapes 256x1048576]
 
 attention: the CUDA C++ and the Triton kernel over packed records, and FlashMLA (the `sgl-flash-mla` wheel) over its
 584-byte V4 records, with fewer heads padded to 64 as a server pads them. FlashMLA once as its own call with a schedule
@@ -10,7 +11,7 @@ as V4 records hold them. Each kernel is first held to its error bound against fl
 a few percent of ours: where either fails nothing is timed and the exit status is 1. `--sweep` times every tile instead.
 
 scores, select, layer: the indexer's kernels, one by one and as the Full, candidate-source and Reindex layers run them
-(bench_index.py).
+(bench_index.py). memory: what such a layer holds beyond its inputs at most.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ def sweep_attention(rows_list: list[int], heads_list: list[int]) -> tuple[list[d
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["attention", *bench_index.STEPS])
+    parser.add_argument("what", choices=["attention", "memory", *bench_index.STEPS])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 16, 8])
     parser.add_argument("--shapes", nargs="*", help="rows x entries, such as 8x65536")
@@ -258,6 +259,9 @@ def main() -> int:
     if options.what == "attention":
         run = sweep_attention if options.sweep else bench_attention
         results, agreed = run(options.rows, options.heads)
+    elif options.what == "memory":
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes or ["256x1048576"]]
+        results, agreed = [row for shape in shapes for row in bench_index.memory(*shape)], True
     else:
         shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes or ()] or bench_index.SHAPES
         results, agreed = bench_index.bench_index(options.what, shapes)

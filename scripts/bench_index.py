@@ -1,6 +1,7 @@
 """The indexer's part of bench_decode.py: scores, selection and whole layers, the CUDA C++ and the Triton kernels.
 
-Every request rotates, so that keys come from device memory and not from L2. Outputs are compared first.
+Every request rotates, so that keys come from device memory and not from L2. Outputs are compared first. Where the host
+is installed, its own decode logits (no Top-K, no pool) are timed beside what scans the whole context.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from sglang_csa2.indexer_cuda import Kernels, cuda_kernels, triton_kernels
 from sglang_csa2.layout import INDEX_K
 from sglang_csa2.reference import quantize_index
 
+try:
+    from sglang.kernels.ops.attention.dsv4.fp4_indexer import fp4_index_logits_paged as stock_logits
+except ImportError:
+    stock_logits = None
+
 DEVICE = torch.device("cuda")
 SHAPES = [(1, 1 << 14), (1, 1 << 16), (1, 1 << 20), (8, 1 << 16), (8, 1 << 20), (32, 1 << 16)]
 HEADS, TOPK, POOL = 32, 512, 2048
@@ -28,14 +34,18 @@ _COLD_BYTES = 128 << 20
 FORMS = {"cuda": cuda_kernels(), "triton": triton_kernels()}
 # Near ties may fall either way where scores differ by rounding: the share of a choice that must agree.
 AGREEMENT = 0.99
+# The host rounds products, weighted products and sums to bf16.
+STOCK_DIFFERENCE = 0.02
+# Steps that read the whole context.
+SCANNING = ("scan", "full", "source")
 
 
 class Context:
     """`sets` times `rows` requests of `entries` each at ratio 1, and a query for each."""
 
-    def __init__(self, rows: int, entries: int):
+    def __init__(self, rows: int, entries: int, sets: int | None = None):
         self.rows, self.entries = rows, entries
-        self.sets = min(64, max(2, -(-_COLD_BYTES // (rows * entries * INDEX_K.bytes))))
+        self.sets = sets or min(64, max(2, -(-_COLD_BYTES // (rows * entries * INDEX_K.bytes))))
         requests = self.sets * rows
         keys = cases.index_cache(1 << 16, DEVICE)
         pages = -(-requests * entries // 64)
@@ -60,6 +70,11 @@ class Context:
     def select(self, form: Kernels, number: int, scored, blocks):
         *_, table, requests, visible = self.part(number)
         return form.select_slots(*scored, blocks, visible, TOPK, table, requests, 1)
+
+    def stock(self, number: int):
+        """The host's scores, fp32 [rows, entries]."""
+        q, weights, cache, table, requests, visible = self.part(number)
+        return stock_logits(q, weights, requests, table, visible.int(), cache, 64, self.entries, 1)
 
     def full(self, form: Kernels, number: int, pool: bool = False):
         """A Full layer; with `pool`, the candidate source."""
@@ -146,13 +161,40 @@ def _layers(context: Context):
     )
 
 
+def _stock_agrees(context: Context) -> bool:
+    maxima = context.stock(0)[:, : context.entries].unflatten(1, (-1, 8)).amax(-1)
+    return cases.relative_error(maxima, context.scan(FORMS["cuda"], 0).blocks) < STOCK_DIFFERENCE
+
+
+def memory(rows: int, entries: int) -> list[dict]:
+    """Most memory that a decode step's layers hold beyond their inputs, in MiB."""
+    context, found = Context(rows, entries, sets=1), []
+    pools = FORMS["triton"].best_blocks(*context.scan(FORMS["triton"], 0), context.visible, POOL, keep_newest=True)
+    steps = {
+        "full": context.full,
+        "source": partial(context.full, pool=True),
+        "reindex": partial(context.reindex, blocks=pools),
+    }
+    for form_name, form in FORMS.items():
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(form, 0)
+            torch.cuda.synchronize()
+            mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+            found.append({"rows": rows, "entries": entries, "kernels": form_name, "layer": name, "mib": mib})
+            print(f"  {rows} x {entries} {form_name:6} {name:8} {mib:7.1f} MiB", flush=True)
+    return found
+
+
 STEPS: dict[str, Callable] = {"scores": _scores, "select": _selection, "layer": _layers}
 
 
 def bench_index(what: str, shapes: list[tuple[int, int]]) -> tuple[list[dict], bool]:
     rate, results, agreed = copy_rate(), [], True
     print(f"{torch.cuda.get_device_name()}, copy {rate / 1e6:.2f} TB/s")
-    print(f"{what}, us: cuda, triton, triton / cuda; floor by bytes")
+    print(f"{what}, us: cuda, triton, triton / cuda; floor by bytes; stock logits, stock / cuda")
     for rows, entries in shapes:
         context = Context(rows, entries)
         for step, size, call, agrees in STEPS[what](context):
@@ -163,12 +205,15 @@ def bench_index(what: str, shapes: list[tuple[int, int]]) -> tuple[list[dict], b
             columns = {
                 name: [partial(call, form, number) for number in range(context.sets)] for name, form in FORMS.items()
             }
+            if stock_logits and step in SCANNING and _stock_agrees(context):
+                columns["stock"] = [partial(context.stock, number) for number in range(context.sets)]
             times = medians_us(columns)
             result = {"rows": rows, "entries": entries, "step": step, **times, "floor_us": size / rate}
             results.append(result)
             print(
                 f"  {rows:3} x {entries:8} {step:14} {times['cuda']:8.1f} {times['triton']:8.1f} "
-                f"{times['triton'] / times['cuda']:6.2f}   {result['floor_us']:6.1f}",
+                f"{times['triton'] / times['cuda']:6.2f}   {result['floor_us']:6.1f}"
+                + (f"   {times['stock']:8.1f} {times['stock'] / times['cuda']:6.1f}" if "stock" in times else ""),
                 flush=True,
             )
         del context
