@@ -39,10 +39,10 @@ class Tile(NamedTuple):
     splits: int
 
 
-# From a sweep on one H200, 128 + 512 keys. With few rows four tiles of 16 heads, which decode a row four times, beat one
-# of 64, whose splits have four times as much to combine (rows 4: 12.1 against 15.1 us). A cluster needs its blocks' worth
-# of free multiprocessors in one part of the card, so larger ones must leave room (16 heads, 16 rows: 8 splits 22.7 us, 5
-# splits 13.2). By the tile's heads: the share of the card that blocks may take, by splits.
+# From a sweep on one H200, 128 + 512 keys. With few rows four tiles of 16 heads, which decode a row four times, beat
+# one of 64, whose splits have four times as much to combine (rows 4: 12.1 against 15.1 us). A cluster needs its blocks'
+# worth of free multiprocessors in one part of the card, so larger ones must leave room (16 heads, 16 rows: 8 splits
+# 22.7 us, 5 splits 13.2). By the tile's heads: the share of the card that blocks may take, by splits.
 _SPLITS = {16: {2: 1.0, 3: 0.75, 5: 0.625, 10: 0.34}, 64: {2: 1.0, 3: 0.75, 4: 0.5}}
 
 
