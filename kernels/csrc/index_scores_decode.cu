@@ -23,7 +23,7 @@
 // A key's score depends on that key and its row alone, lanes being added in one order: scan and list, and every size of
 // set, give the same bits.
 //
-// Predicted, not measured: a tile is about 235 instructions of each scoring warp and 100 of its server, that is 260
+// Predicted, not measured: a tile is about 215 instructions of each scoring warp and 100 of its server, that is 240
 // issue slots of a scheduler, which has four scoring warps and a server to fill them. The tensor core needs 128 cycles
 // or more, the tile's bytes 235 at 4.3 TB/s and 132 multiprocessors.
 
@@ -485,9 +485,12 @@ __global__ void __launch_bounds__(kThreads<GROUP>, 1) index_scores_kernel(const 
   const int warp = __shfl_sync(kAll, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const bool serves = warp >= 4 * T;
   const int team = serves ? warp - 4 * T : warp / 4;
-  if (serves && lane < S) {
-    mbarrier_init(shared_address(&shared.stages[team][lane].full), 1);
-    mbarrier_init(shared_address(&shared.stages[team][lane].done), 4);
+  if (serves && lane == 0) {
+#pragma unroll
+    for (int s = 0; s < S; ++s) {
+      mbarrier_init(shared_address(&shared.stages[team][s].full), 1);
+      mbarrier_init(shared_address(&shared.stages[team][s].done), 4);
+    }
     mbarrier_init_fence();
   }
   let_next_kernel_start();
