@@ -1,7 +1,7 @@
 """Index scores of decode rows in CUDA C++ for Hopper (sm_90a), over paged index K (spec 2.6).
 
     block_maxima(q bf16 [n, heads, 128], weights bf16 [n, heads], cache uint8 [pages, 64 * 68],
-                 req_to_token int [requests, context], requests int [n], visible int [n], ratio, width, skip)
+                 req_to_token int [requests, context], requests int [n], visible int [n], ratio, width, skip, group)
         -> Maxima(blocks fp32 [n, width / 8], tiles fp32 [n, width / 64])
     index_scores_candidates(..., visible, ratio, blocks int32 [n, b], skip)
         -> (fp32 [n, b * 8], their maxima per block fp32 [n, b])
@@ -10,7 +10,8 @@ The contract and the roundings of `triton_index_scores.py`, for up to 32 heads; 
 touched. Sums over heads run in another order, so that scores differ from Triton's by fp32 rounding; a scan and a list
 give a key the same bits. Where a row's last page or block ends within 16 bytes of scales, those 16 bytes are read.
 
-Rows of one request (a verified draft) are rows like any other: each decodes the request's keys for itself.
+A scan's rows may come in sets of `group` (1 to 6) rows of one request, such as the tokens of a draft that is verified:
+a set's keys are fetched and decoded once. Scores are the same bits as those of rows on their own.
 
 How it works is told in `csrc/index_scores_decode.cu`. One launch each, whose grid follows from host numbers only, and
 no scratch. The source is built with nvcc at first use (cuda_build.py).
@@ -36,8 +37,9 @@ from sglang_csa2.kernels.triton_index_scores import (
 from sglang_csa2.kernels.triton_records import INT_TYPES, check_rows
 
 SOURCE = cuda_build.SOURCES / "index_scores_decode.cu"
-# Queries are held in registers.
+# Columns of a product, and what shared memory holds of queries.
 MAX_HEADS = 32
+MAX_GROUP = 6
 
 
 def block_maxima(
@@ -51,14 +53,17 @@ def block_maxima(
     width: int,
     *,
     skip: int = 0,
+    group: int = 1,
 ) -> Maxima:
     rows = _check(q, weights, cache, req_to_token, requests, visible, ratio)
+    if not 1 <= group <= MAX_GROUP or rows % group:
+        raise ValueError(f"group is {group} for {rows} rows: it must divide them, and at most {MAX_GROUP} are served")
     maxima = room_for_maxima(rows, width, q.device)
-    grid = _grid(rows * (width // TILE_ENTRIES), q.device)
+    grid = _grid(rows // group * (width // TILE_ENTRIES), q.device)
     if grid:
         with torch.cuda.device(q.device):
             tensors = (q, weights, cache, req_to_token, requests, visible)
-            status = call_block_maxima(library(), tensors, ratio, width, skip, maxima, grid, _stream())
+            status = call_block_maxima(library(), tensors, ratio, width, skip, group, maxima, grid, _stream())
         if status:
             raise RuntimeError(f"block_maxima did not launch for {rows} rows of {width}: CUDA error {status}")
     return maxima
@@ -98,6 +103,7 @@ def call_block_maxima(
     ratio: int,
     width: int,
     skip: int,
+    group: int,
     maxima: Maxima,
     grid: int,
     stream: int,
@@ -107,6 +113,7 @@ def call_block_maxima(
         *_arguments(*tensors, ratio),
         skip,
         width,
+        group,
         maxima.blocks.data_ptr(),
         maxima.tiles.data_ptr(),
         grid,
@@ -169,7 +176,7 @@ _TENSORS = [
 FUNCTIONS = {
     "csa2_block_maxima": [
         *_TENSORS,
-        *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
         *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     ],
     "csa2_index_scores_candidates": [

@@ -95,6 +95,12 @@ __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -253,6 +259,22 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
+#define REGISTERS_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+#define OUTPUTS_16(d) \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+
+// D [64, 32] (+)= A [64, 16] B [16, 32], A in registers, B K-major in shared memory.
+__device__ __forceinline__ void wgmma_registers(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      REGISTERS_16
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}\n"
+      : OUTPUTS_16(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 #define REGISTERS_32 \
   "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
@@ -305,4 +327,9 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[64], const uint32_t (
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait_for(float (&d)[64]) {
   asm volatile("wgmma.wait_group.sync.aligned %64;" : OUTPUTS_64(d) : "n"(PENDING) : "memory");
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait_for(float (&d)[16]) {
+  asm volatile("wgmma.wait_group.sync.aligned %16;" : OUTPUTS_16(d) : "n"(PENDING) : "memory");
 }

@@ -6,14 +6,14 @@
 
 // Eight e2m1 of a word -> four bf16 pairs, dims 0 4, 1 5, 2 6, 3 7. One multiplication puts a nibble `s ee m` twice, its
 // sign on bit 15 and its magnitude on bits 8-6, which is the value times 2^-126; the bf16 product with `scale` undoes
-// that.
+// that. The last pair's signs are in place.
 __device__ __forceinline__ void decode_e2m1(uint32_t word, uint32_t scale, uint32_t (&pairs)[4]) {
   constexpr uint32_t kKeep = 0x81C081C0u;
-  const uint32_t high = word >> 8;
+  const uint32_t high = word >> 6;
   pairs[0] = mul_bf16x2(((word & 0x000F000Fu) * 0x1040u) & kKeep, scale);
   pairs[1] = mul_bf16x2(((word & 0x00F000F0u) * 0x0104u) & kKeep, scale);
-  pairs[2] = mul_bf16x2(((high & 0x000F000Fu) * 0x1040u) & kKeep, scale);
-  pairs[3] = mul_bf16x2(((high & 0x00F000F0u) * 0x0104u) & kKeep, scale);
+  pairs[2] = mul_bf16x2(((high & 0x003C003Cu) * 0x0410u) & kKeep, scale);
+  pairs[3] = mul_bf16x2((word & 0x80008000u) | (high & 0x01C001C0u), scale);
 }
 
 // The same -> 16 bytes of the tile.

@@ -393,6 +393,12 @@ inline void store_shared(uint32_t address, uint32_t a) { memcpy(emulation::at(ad
 
 inline uint32_t load_shared_byte(uint32_t address) { return *emulation::at(address, 1); }
 
+inline uint32_t load_shared_word(uint32_t address) {
+  uint32_t v;
+  memcpy(&v, emulation::at(address, 4), 4);
+  return v;
+}
+
 inline uint4 load_shared(uint32_t address) {
   uint4 v;
   memcpy(&v, emulation::at(address, 16), 16);
@@ -520,8 +526,8 @@ inline uint64_t descriptor(uint32_t address) { return (address & 0xFFFFFF) >> 4;
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 inline void wgmma_wait() { emulation::pass(emulation::group().gate, 128); }
-template <int PENDING>
-void wgmma_wait_for(float (&)[64]) {
+template <int PENDING, int SIZE>
+void wgmma_wait_for(float (&)[SIZE]) {
   wgmma_wait();
 }
 
@@ -561,5 +567,9 @@ inline void wgmma_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b) 
 }
 
 inline void wgmma_registers(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  emulation::multiply(d, a, b, true, accumulate);
+}
+
+inline void wgmma_registers(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   emulation::multiply(d, a, b, true, accumulate);
 }

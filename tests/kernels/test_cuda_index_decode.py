@@ -24,6 +24,26 @@ def test_many_rows_some_empty(rows, kernels, device, monkeypatch):
         index_cases.check(case, row, maxima)
 
 
+@pytest.mark.parametrize("group", [1, 2, 6])
+def test_groups(group, kernels, device, monkeypatch):
+    check_groups(kernels, [0, 130, 5, 20000, 64, *[300] * 40], group, device, monkeypatch)
+
+
+def check_groups(kernels, lengths, group, device, monkeypatch):
+    """Rows of one request that see more and more of it, some of them too little to be scored, against single rows."""
+    case = index_cases.Case(lengths, 1, 32, device, rows_per_request=group)
+    case.visible = (case.visible - torch.arange(group, device=device).flip(0).repeat(len(lengths))).clamp(min=0)
+    cases.poison_outputs(monkeypatch)
+    arguments = (*case.arguments(), case.requests, case.visible, 1, case.width)
+    for skip in (0, 62, 128):
+        together = kernels.block_maxima(*arguments, skip=skip, group=group)
+        alone = kernels.block_maxima(*arguments, skip=skip)
+        for have, want in zip(together, alone, strict=True):
+            assert torch.equal(have.view(torch.int32), want.view(torch.int32))
+    for row in range(0, len(case.visible), max(1, len(case.visible) // 40)):
+        index_cases.check(case, row, kernels.block_maxima(*arguments, group=group))
+
+
 def test_a_list_and_a_scan_give_the_same_bits(kernels, device):
     case = index_cases.Case([40001, 513], 2, 32, device)
     maxima = kernels.block_maxima(*case.arguments(), case.requests, case.visible, 2, case.width)
@@ -68,6 +88,8 @@ def test_refusals(kernels, device):
     case = index_cases.Case([5], 1, 32, device)
     with pytest.raises(ValueError, match="one CUDA device"):
         kernels.block_maxima(*case.arguments(), case.requests, case.visible.cpu(), 1, 64)
+    with pytest.raises(ValueError, match="group is 2 for 1 rows"):
+        kernels.block_maxima(*case.arguments(), case.requests, case.visible, 1, 64, group=2)
     case.cache = torch.zeros(5, 4360, dtype=torch.uint8, device=device)[:, :4352]
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         kernels.block_maxima(*case.arguments(), case.requests, case.visible, 1, 64)

@@ -7,6 +7,7 @@ import index_cases
 import kernel_cases as cases
 import pytest
 import torch
+from test_cuda_index_decode import check_groups
 from test_index_scores import check_candidates, check_decode
 
 from sglang_csa2.kernels import cuda_index_decode as kernels
@@ -15,10 +16,10 @@ from sglang_csa2.kernels.triton_index_scores import BLOCK_ENTRIES, room_for_maxi
 pytestmark = cuda_emulation.needs_compiler
 
 _LAUNCH = """
-template <bool LISTED>
+template <bool LISTED, int GROUP>
 cudaError_t launch(const Params& params, int blocks, bool, cudaStream_t) {
-  static_assert(sizeof(Shared) <= emulation::kSharedBytes);
-  return emulation::launch([=] { index_scores_kernel<LISTED>(params); }, blocks, kThreads);
+  static_assert(sizeof(Shared<GROUP>) <= emulation::kSharedBytes);
+  return emulation::launch([=] { index_scores_kernel<LISTED, GROUP>(params); }, blocks, kThreads<GROUP>);
 }
 
 """
@@ -32,10 +33,11 @@ def library(tmp_path_factory):
 def _emulated(library, grid):
     """The kernels' module on the CPU, with launches of `grid` blocks."""
 
-    def block_maxima(*tensors, skip=0):
+    def block_maxima(*tensors, skip=0, group=1):
         *tensors, ratio, width = tensors
         maxima = room_for_maxima(len(tensors[0]), width, tensors[0].device)
-        cuda_emulation.check(kernels.call_block_maxima(library, tensors, ratio, width, skip, maxima, grid, 0))
+        status = kernels.call_block_maxima(library, tensors, ratio, width, skip, group, maxima, grid, 0)
+        cuda_emulation.check(status)
         return maxima
 
     def index_scores_candidates(*tensors, skip=-1):
@@ -89,6 +91,12 @@ def test_absent_blocks_among_others(library):
     there = best > -torch.inf
     assert torch.equal(best[there], maxima.blocks[0, blocks[there].long()])
     assert torch.equal(scores.view(1, -1, 8).amax(-1), best)
+
+
+@pytest.mark.parametrize(("group", "grid", "seed"), [(1, 1, 1), (2, 1, 2), (6, 2, 3)])
+def test_groups(library, group, grid, seed, monkeypatch):
+    monkeypatch.setenv("EMULATION_SEED", str(seed))
+    check_groups(_emulated(library, grid), [0, 130, 5, 1000, 64], group, DEVICE, monkeypatch)
 
 
 def test_nothing_to_do(library):
