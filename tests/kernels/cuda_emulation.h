@@ -79,7 +79,7 @@ struct Fiber {
   Block* block;
   volatile int* waits_on = nullptr;  // until it is no longer `seen`
   int seen = 0;
-  int met = 0;  // generation of the cluster's gate at which it arrived
+  int met = -1;  // generation of the cluster's gate at which it arrived, until it has waited
   bool done = false;
 };
 
@@ -499,6 +499,7 @@ inline uint32_t cluster_rank() { return emulation::current->block->rank; }
 
 inline void cluster_arrive() {
   auto* cluster = emulation::current->block->cluster;
+  if (emulation::current->met >= 0) abort();
   emulation::current->met = cluster->gate.generation;
   if (++cluster->gate.arrived == static_cast<int>(cluster->blocks.size()) * emulation::threads) {
     cluster->gate.arrived = 0;
@@ -508,7 +509,9 @@ inline void cluster_arrive() {
 
 inline void cluster_wait() {
   auto& gate = emulation::current->block->cluster->gate;
+  if (emulation::current->met < 0) abort();
   if (gate.generation == emulation::current->met) emulation::wait_on(&gate.generation);
+  emulation::current->met = -1;
 }
 
 inline void cluster_sync() {

@@ -75,9 +75,17 @@ def test_best_blocks(library, form, kind, keep_newest):
 
 
 @pytest.mark.parametrize("form", [(8192, 0), (0, 8), (0, 16)])
-@pytest.mark.parametrize(("keep", "keep_newest"), [(2048, True), (512, False), (1, True)])
-def test_best_blocks_of_long_rows(library, keep, keep_newest, form):
-    check_best_blocks(_emulated(library, *form), [65537, 1048575, 1048576], keep, "normal", keep_newest, DEVICE)
+@pytest.mark.parametrize(
+    ("keep", "keep_newest", "kind"), [(2048, True, "normal"), (512, False, "ties"), (1, True, "normal")]
+)
+def test_best_blocks_of_long_rows(library, keep, keep_newest, kind, form):
+    check_best_blocks(_emulated(library, *form), [65537, 1048575, 1048576], keep, kind, keep_newest, DEVICE)
+
+
+@pytest.mark.parametrize("kind", ["ties", "constant", "infinite"])
+def test_ties_across_the_blocks_of_a_cluster(library, kind):
+    check_best_blocks(_emulated(library, 0, 4), [60_000], 2000, kind, True, DEVICE)
+    check_select_in_blocks(_emulated(library, 0, 4), [65_536], 1000, 500, kind, DEVICE)
 
 
 @pytest.mark.parametrize("form", [(64, 0), (0, 1), (0, 4)])
