@@ -10,8 +10,9 @@
 The contract of `triton_topk.py`, to the element; k is at most 2048. `select_slots` is `select_in_blocks` and
 `compressed_slots` in one launch.
 
-How it works is told in `csrc/select.cu`. One launch each, one block per row, no scratch. The source is built with nvcc
-at first use (cuda_build.py).
+How it works is told in `csrc/select.cu` and `csrc/select_cluster.cuh`: a cluster of blocks per row where rows are few,
+otherwise one block (`choose_split`). One launch each, no scratch. The source is built with nvcc at first use
+(cuda_build.py).
 """
 
 from __future__ import annotations
@@ -28,8 +29,25 @@ from sglang_csa2.kernels.triton_topk import check_best_blocks, check_select
 
 SOURCE = cuda_build.SOURCES / "select.cu"
 MAX_CHOSEN = 2048
-# Up to so many scores are chosen from at once, more by their groups' maxima first; at most 16,384. Not swept.
+# One block per row: up to so many scores are chosen from at once, more by their groups' maxima first; at most 16,384.
+# Not swept.
 DIRECT = 8192
+# A cluster per row: blocks join while each has more scores than SHARE, up to MAX_SPLIT (a power of two; 16 only where
+# the device grants such clusters) and as long as all rows' blocks are on the card at once. None of it swept.
+SHARE = 4096
+MAX_SPLIT = 8
+BLOCKS_PER_MULTIPROCESSOR = 2
+# What a block of a cluster holds in registers, and all of it.
+MAX_SHARE, MAX_WIDTH = 16384, 131072
+
+
+def choose_split(rows: int, width: int, multiprocessors: int) -> int:
+    """Blocks per row of `width` scores; 0 for one block that narrows by levels, which asks less of the card."""
+    room = BLOCKS_PER_MULTIPROCESSOR * multiprocessors // max(rows, 1)
+    split = 1
+    while 2 * split <= min(room, MAX_SPLIT) and split * SHARE < width:
+        split *= 2
+    return split if split <= room and width <= min(split * MAX_SHARE, MAX_WIDTH) else 0
 
 
 def best_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, k: int, *, keep_newest: bool) -> Tensor:
@@ -38,7 +56,9 @@ def best_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, k: int, *,
     chosen = torch.empty(rows, k, dtype=torch.int32, device=block_max.device)
     if rows:
         with torch.cuda.device(block_max.device):
-            status = call_best_blocks(library(), block_max, tile_max, visible, keep_newest, DIRECT, chosen, _stream())
+            status = call_best_blocks(
+                library(), block_max, tile_max, visible, keep_newest, DIRECT, _split(block_max), chosen, _stream()
+            )
         if status:
             raise RuntimeError(f"best_blocks did not launch for {tuple(block_max.shape)}, k = {k}: CUDA error {status}")
     return chosen
@@ -75,7 +95,7 @@ def _select(rows: int, scores, block_max, blocks, visible, k: int, table) -> tup
     if rows:
         with torch.cuda.device(scores.device):
             tensors = (scores, block_max, blocks, visible)
-            status = call_select(library(), *tensors, DIRECT, chosen, slots, table, _stream())
+            status = call_select(library(), *tensors, DIRECT, _split(scores), chosen, slots, table, _stream())
         if status:
             raise RuntimeError(
                 f"select_in_blocks did not launch for {tuple(scores.shape)}, k = {k}: CUDA error {status}"
@@ -90,6 +110,7 @@ def call_best_blocks(
     visible: Tensor,
     keep_newest: bool,
     direct: int,
+    split: int,
     chosen: Tensor,
     stream: int,
 ) -> int:
@@ -103,6 +124,7 @@ def call_best_blocks(
         chosen.shape[1],
         keep_newest,
         direct,
+        split,
         chosen.data_ptr(),
         cuda_build.EARLY_START,
         stream,
@@ -116,6 +138,7 @@ def call_select(
     blocks: Tensor,
     visible: Tensor,
     direct: int,
+    split: int,
     chosen: Tensor,
     slots: Tensor | None,
     table: tuple[Tensor, Tensor, int] | None,
@@ -143,6 +166,7 @@ def call_select(
         *blocks.shape,
         chosen.shape[1],
         direct,
+        split,
         chosen.data_ptr(),
         *slot_arguments,
         cuda_build.EARLY_START,
@@ -154,12 +178,12 @@ def call_select(
 FUNCTIONS = {
     "csa2_best_blocks": [
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
-        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
     ],
     "csa2_select_in_blocks": [
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int),
-        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
         *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     ],
@@ -170,6 +194,14 @@ FUNCTIONS = {
 def library() -> ctypes.CDLL:
     """The kernels, built where they are missing."""
     return cuda_build.load(SOURCE, FUNCTIONS)
+
+
+def _split(scores: Tensor) -> int:
+    """`choose_split` of rows of scores, which clusters read 16 bytes at a time."""
+    rows, width = scores.shape
+    if width % 4 or scores.data_ptr() % 16:
+        return 0
+    return choose_split(rows, width, cuda_build.multiprocessors(scores.device))
 
 
 def _stream() -> int:

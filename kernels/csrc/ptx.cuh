@@ -195,6 +195,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// The same for what other blocks of the cluster wrote.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni DONE;\n"
+      "bra.uni WAIT;\n"
+      "DONE:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // Kernels launched early (launch.cuh): the next may start from here on; what those before wrote is there from here on.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -225,6 +240,12 @@ __device__ __forceinline__ void cluster_meet() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// The halves of cluster_meet: what a block does between them need not wait for the others.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 // The address of `address` in the shared memory of another block of the cluster.
 __device__ __forceinline__ uint32_t remote_address(uint32_t address, uint32_t rank) {
   uint32_t d;
@@ -245,6 +266,21 @@ __device__ __forceinline__ float4 load_remote4(uint32_t address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+__device__ __forceinline__ uint32_t load_remote_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// A store to another block, which counts as 16 of the bytes that `barrier`, of that block, waits for. What this
+// thread's block wrote before can be read by who has waited: a meeting of the cluster would wait for all memory.
+__device__ __forceinline__ void send_remote(uint32_t address, uint4 v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
+               :
+               : "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+               : "memory");
 }
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 // The best blocks of a scan and the Top-K of listed blocks on Hopper (sm_90a). The contract is in cuda_topk.py.
 //
+// Few rows: a cluster of blocks per row (select_cluster.cuh). Many: what follows, which asks less of the card.
+//
 // One block of 1024 threads per row. `choose` finds the k best of up to 16,384 scores, which stay in registers as
 // integers that order alike. The range between the least and the greatest is cut into 2048 bins, whose counts tell
 // which bin holds the k-th; that bin is cut again, until a bin is taken whole or is a single value. Adding the range
@@ -9,37 +11,18 @@
 // members. A prefix sum over ballots gives each kept score its place, so results ascend; ties go to the lower position.
 
 #include "launch.cuh"
-#include "records.cuh"
+#include "select.cuh"
+#include "select_cluster.cuh"
 
 namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kItems = 16;  // scores per thread
-constexpr int kGroup = 8;   // blocks of a tile, entries of a block
 constexpr int kBinBits = 11;
 constexpr int kBins = 1 << kBinBits;
 constexpr int kMaxKeys = kItems * kThreads;
 constexpr int kMaxChosen = kMaxKeys / kGroup;
-constexpr uint32_t kAll = 0xFFFFFFFFu;
-constexpr uint32_t kForced = 0xFFFFFFFFu;  // no score maps to it
-
-struct Params {
-  const float* scores;     // best blocks: block maxima [rows, width]; select: [rows, width]
-  const float* group_max;  // [rows, width / 8]
-  const int* blocks;       // select: [rows, width / 8]
-  const void* visible;     // [rows]
-  int* chosen;             // [rows, k]
-  int visible_wide;
-  int width, k, direct;
-  int keep_newest;  // best blocks
-  // select: int64 [rows, k] slots of the chosen, unless null.
-  int64_t* slots;
-  const void* req_to_token;  // [requests, context], row stride request_stride
-  int64_t request_stride;
-  const void* requests;  // [rows]
-  int req_to_token_wide, requests_wide, ratio_shift;
-};
 
 struct Shared {
   int histogram[kBins];  // zeros between uses
@@ -52,24 +35,6 @@ struct Shared {
 };
 
 // ---- Choose ---------------------------------------------------------------------------------------------------------
-
-// Orders as the scores do; 0, which no score maps to, for NaN.
-__device__ __forceinline__ uint32_t ordered(float score) {
-  if (score != score) return 0;
-  const uint32_t bits = __float_as_uint(score + 0.0f);  // -0 becomes +0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float nan() { return __uint_as_float(0x7FC00000u); }
-
-__device__ __forceinline__ int inclusive_sum(int x, int lane) {
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const int other = __shfl_up_sync(kAll, x, by);
-    if (lane >= by) x += other;
-  }
-  return x;
-}
 
 // What the k best lie above: all keys greater than `key`, and the first `ties` of those equal to it.
 struct Limit {
@@ -280,41 +245,85 @@ __global__ void __launch_bounds__(kThreads, 1) select_in_blocks_kernel(const __g
   }
 }
 
+using Kernel = void (*)(Params);
+
+template <int SPLIT, int VECTORS>
+Kernel cluster_kernel(bool select) {
+  return select ? select_in_cluster_kernel<SPLIT, VECTORS> : best_in_cluster_kernel<SPLIT, VECTORS>;
+}
+
+// With the fewest registers that hold a row's scores.
+template <int SPLIT>
+Kernel cluster_kernel(bool select, int width) {
+  const int vectors = (width + SPLIT * kStep - 1) / (SPLIT * kStep);
+  if (vectors <= 1) return cluster_kernel<SPLIT, 1>(select);
+  if (vectors <= 2) return cluster_kernel<SPLIT, 2>(select);
+  if (vectors <= 4) return cluster_kernel<SPLIT, 4>(select);
+  if constexpr (SPLIT <= 8) return cluster_kernel<SPLIT, kMaxVectors>(select);
+  return nullptr;  // wider rows than there are
+}
+
+// The form that `p` asks for.
+Kernel choose_kernel(bool select, const Params& p) {
+  switch (p.split) {
+    case 1: return cluster_kernel<1>(select, p.width);
+    case 2: return cluster_kernel<2>(select, p.width);
+    case 4: return cluster_kernel<4>(select, p.width);
+    case 8: return cluster_kernel<8>(select, p.width);
+    case 16: return cluster_kernel<16>(select, p.width);
+    default: return select ? select_in_blocks_kernel : best_blocks_kernel;
+  }
+}
+
 // ---- Launch ---------------------------------------------------------------------------------------------------------
 
 cudaError_t launch(bool select, const Params& params, int rows, bool early, cudaStream_t stream) {
-  const auto kernel = select ? select_in_blocks_kernel : best_blocks_kernel;
-  return launch_kernel(kernel, params, rows, kThreads, sizeof(Shared), early, stream);
+  const Kernel kernel = choose_kernel(select, params);
+  if (params.split == 0) return launch_kernel(kernel, params, rows, kThreads, sizeof(Shared), early, stream);
+  return launch_kernel(kernel, params, rows * params.split, kClusterThreads, sizeof(ClusterShared), early, stream,
+                       params.split);
 }
 
 // ---- Interface ------------------------------------------------------------------------------------------------------
 
+// Whether a row's `keys` fit the blocks' registers, and its vectors are aligned.
+bool cluster_serves(const void* scores, int keys, int split) {
+  const bool power = split >= 0 && split <= kMaxSplit && (split & (split - 1)) == 0;
+  const bool fits = keys <= split * kMaxVectors * kStep && keys <= kMaxKeys * kGroup;
+  const bool aligned = keys % kVector == 0 && reinterpret_cast<uintptr_t>(scores) % (kVector * sizeof(float)) == 0;
+  return split == 0 || (power && fits && aligned);
+}
+
 }  // namespace
 
-// Return a cudaError_t, 0 for success.
+// Return a cudaError_t, 0 for success. `split`: blocks per row, a power of two, above 8 only where the device grants
+// such clusters; 0 for one block that narrows by levels.
 extern "C" int csa2_best_blocks(const void* block_max, const void* tile_max, const void* visible, int visible_wide,
-                                int rows, int blocks, int k, int keep_newest, int direct, void* chosen, int early,
-                                void* stream) {
+                                int rows, int blocks, int k, int keep_newest, int direct, int split, void* chosen,
+                                int early, void* stream) {
   if (direct > kMaxKeys || blocks > kMaxKeys * kGroup || k > kMaxChosen) return cudaErrorInvalidValue;
+  if (!cluster_serves(block_max, blocks, split)) return cudaErrorInvalidValue;
   Params p = {};
   p.scores = static_cast<const float*>(block_max), p.group_max = static_cast<const float*>(tile_max);
   p.visible = visible, p.visible_wide = visible_wide, p.chosen = static_cast<int*>(chosen);
-  p.width = blocks, p.k = k, p.direct = direct, p.keep_newest = keep_newest;
+  p.width = blocks, p.k = k, p.direct = direct, p.split = split, p.keep_newest = keep_newest;
   return launch(false, p, rows, early, static_cast<cudaStream_t>(stream));
 }
 
 // `slots` may be null, and then what follows it to `ratio` is not read.
 extern "C" int csa2_select_in_blocks(const void* scores, const void* block_max, const void* blocks,
                                      const void* visible, int visible_wide, int rows, int num_blocks, int k,
-                                     int direct, void* chosen, void* slots, const void* req_to_token,
+                                     int direct, int split, void* chosen, void* slots, const void* req_to_token,
                                      int64_t request_stride, int req_to_token_wide, const void* requests,
                                      int requests_wide, int ratio, int early, void* stream) {
   if (direct > kMaxKeys || num_blocks > kMaxKeys || k > kMaxChosen) return cudaErrorInvalidValue;
+  if (!cluster_serves(scores, num_blocks * kGroup, split)) return cudaErrorInvalidValue;
   Params p = {};
   p.scores = static_cast<const float*>(scores), p.group_max = static_cast<const float*>(block_max);
   p.blocks = static_cast<const int*>(blocks), p.visible = visible, p.visible_wide = visible_wide;
-  p.chosen = static_cast<int*>(chosen), p.width = num_blocks * kGroup, p.k = k, p.direct = direct;
-  p.slots = static_cast<int64_t*>(slots), p.req_to_token = req_to_token, p.request_stride = request_stride;
+  p.chosen = static_cast<int*>(chosen), p.width = num_blocks * kGroup, p.k = k, p.direct = direct, p.split = split;
+  p.slots = static_cast<int64_t*>(slots);
+  p.req_to_token = req_to_token, p.request_stride = request_stride;
   p.req_to_token_wide = req_to_token_wide, p.requests = requests, p.requests_wide = requests_wide;
   p.ratio_shift = ratio - 1;
   return launch(true, p, rows, early, static_cast<cudaStream_t>(stream));

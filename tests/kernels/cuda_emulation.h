@@ -79,6 +79,7 @@ struct Fiber {
   Block* block;
   volatile int* waits_on = nullptr;  // until it is no longer `seen`
   int seen = 0;
+  int met = -1;  // generation of the cluster's gate at which it arrived, until it has waited
   bool done = false;
 };
 
@@ -230,12 +231,12 @@ inline bool run(int first, int y, int splits, unsigned seed) {
   return live == 0;
 }
 
-// Blocks one after another, each a cluster of its own.
-inline cudaError_t launch(std::function<void()> body, int blocks, int block_threads) {
+// Clusters one after another.
+inline cudaError_t launch(std::function<void()> body, int blocks, int block_threads, int cluster = 1) {
   kernel = std::move(body), grid_x = blocks, threads = block_threads;
   const char* seed = getenv("EMULATION_SEED");
-  for (int x = 0; x < blocks; ++x) {
-    if (!run(x, 0, 1, seed ? atoi(seed) : 1)) return kDeadlock;
+  for (int x = 0; x < blocks; x += cluster) {
+    if (!run(x, 0, cluster, seed ? atoi(seed) : 1)) return kDeadlock;
   }
   return 0;
 }
@@ -490,6 +491,8 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   if ((b.phase & 1) == static_cast<int>(parity)) emulation::wait_on(&b.phase);
 }
 
+inline void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) { mbarrier_wait(barrier, parity); }
+
 inline void let_next_kernel_start() {}
 inline void wait_for_kernels_before() {}
 
@@ -500,9 +503,26 @@ void take_registers() {}
 
 inline uint32_t cluster_rank() { return emulation::current->block->rank; }
 
-inline void cluster_sync() {
+inline void cluster_arrive() {
   auto* cluster = emulation::current->block->cluster;
-  emulation::pass(cluster->gate, cluster->blocks.size() * emulation::threads);
+  if (emulation::current->met >= 0) abort();
+  emulation::current->met = cluster->gate.generation;
+  if (++cluster->gate.arrived == static_cast<int>(cluster->blocks.size()) * emulation::threads) {
+    cluster->gate.arrived = 0;
+    cluster->gate.generation = cluster->gate.generation + 1;
+  }
+}
+
+inline void cluster_wait() {
+  auto& gate = emulation::current->block->cluster->gate;
+  if (emulation::current->met < 0) abort();
+  if (gate.generation == emulation::current->met) emulation::wait_on(&gate.generation);
+  emulation::current->met = -1;
+}
+
+inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
 }
 
 inline void cluster_meet() { cluster_sync(); }
@@ -518,6 +538,20 @@ inline float4 load_remote4(uint32_t address) {
   float4 v;
   memcpy(&v, emulation::at(address, 16), 16);
   return v;
+}
+
+inline uint32_t load_remote_word(uint32_t address) {
+  uint32_t v;
+  memcpy(&v, emulation::at(address, 4), 4);
+  return v;
+}
+
+inline void send_remote(uint32_t address, uint4 v, uint32_t barrier) {
+  if (address >> 24 != barrier >> 24) abort();
+  memcpy(emulation::at(address, 16), &v, 16);
+  auto& b = emulation::current->block->cluster->blocks[barrier >> 24].barriers.at(barrier);
+  b.bytes -= 16;
+  mbarrier_settle(b);
 }
 
 // ---- wgmma

@@ -1,6 +1,7 @@
 """Builds a CUDA C++ kernel for the CPU: its source, with threads as fibers and PTX emulated (`cuda_emulation.h`)."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,15 +34,24 @@ def _sections(source):
     return [("", parts[0])] + [(part.split(" -")[0], part[part.index("\n") :]) for part in parts[1:]]
 
 
+def _expand(text, seen):
+    """The text with the headers that it includes in place, each once; ptx.cuh and launch.cuh are emulated."""
+
+    def header(match):
+        name = match.group(1)
+        if name in seen:
+            return ""
+        seen.add(name)
+        return _expand((cuda_build.SOURCES / name).read_text().replace("#pragma once", ""), seen)
+
+    return re.sub(r'#include "(\w+\.cuh)"\n', header, text)
+
+
 def _host_source(source, launch):
-    text = []
+    text = ['#include "cuda_emulation.h"\n']
     for heading, body in _sections(source):
         if heading == "":
-            include = '#include "records.cuh"\n'
-            assert include in body
-            body = body.replace('#include "launch.cuh"\n', "")
-            records = (cuda_build.SOURCES / "records.cuh").read_text().replace('#include "ptx.cuh"\n', "")
-            text.append(body.replace(include, '#include "cuda_emulation.h"\n' + records.replace("#pragma once", "")))
+            text.append(_expand(body, {"ptx.cuh", "launch.cuh"}))
         elif heading == "Launch":
             text.append(launch)
         else:
