@@ -133,7 +133,8 @@ def test_the_split_follows_rows_and_width():
     def split(rows, width):
         return kernels.choose_split(rows, width, 132)
 
-    assert [split(1, width) for width in (2048, 4096, 8192, 16384, 131072)] == [1, 1, 2, 4, 8]
-    assert [split(rows, 16384) for rows in (8, 66, 67, 132, 264, 265)] == [4, 4, 2, 2, 1, 0]
+    assert [split(1, width) for width in (2048, 4096, 8192, 16384, 131072)] == [1, 2, 4, 8, 8]
+    assert [split(rows, 16384) for rows in (8, 32, 66, 67, 132, 133, 265)] == [8, 4, 4, 2, 2, 0, 0]
+    assert [split(rows, 4096) for rows in (66, 67, 264, 265)] == [2, 1, 1, 0]
     # Narrower clusters could not hold these rows.
     assert [split(rows, 131072) for rows in (33, 34)] == [8, 0]
