@@ -174,7 +174,6 @@ ROUTES = (
         "v4",
         "the V4 layout: FlashMLA's older decode kernels",
         _FLASH_MLA,
-        was_run=False,
     ),
     Route(
         DECODE,

@@ -36,7 +36,7 @@ LAUNCHES = {
 def our_kernels() -> set[str]:
     """Names of every kernel in this project's sources."""
     triton = (re.findall(r"def (_\w+_kernel)\(", path.read_text()) for path in KERNELS.glob("triton_*.py"))
-    cuda = (re.findall(r"\b(\w+_kernel)\(", path.read_text()) for path in KERNELS.glob("csrc/*.cu"))
+    cuda = (re.findall(r"\b(\w+_kernel)\(", path.read_text()) for path in KERNELS.glob("csrc/*.cu*"))
     return {name for names in (*triton, *cuda) for name in names}
 
 

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 from served import CASE_BOUND_64H, MEAN_BOUND_64H, golden_differences, serve
 
-from sglang_csa2.kernels import flash_mla_decode
+from sglang_csa2.kernels import cuda_build, flash_mla_decode
 from sglang_csa2.kernels.triton_records import compute_capability
 
 pytestmark = pytest.mark.server
@@ -76,7 +76,9 @@ def test_graphs_were_on_and_off(servers):
 
 def test_routes_are_logged(servers):
     assert "flash_mla_sparse_fwd" in servers["csa2"].log or "packed records" in servers["csa2"].log
-    assert "csa2 route, attention, decode: triton (triton" in servers["csa2"].log
+    own = "cuda (ours" if cuda_build.missing(compute_capability(torch.device("cuda"))) is None else "triton (triton"
+    for operation in ("attention, decode", "index scan", "index candidates", "top-k"):
+        assert f"csa2 route, {operation}: {own}" in servers["csa2"].log
     if "csa2, v4" in servers:
         assert "csa2 route, attention, decode: flashmla (sgl-flash-mla" in servers["csa2, v4"].log
 
