@@ -33,7 +33,7 @@ MAX_CHOSEN = 2048
 # Not swept.
 DIRECT = 8192
 # A cluster per row: blocks join while each has more scores than this, up to MAX_SPLIT, first as long as two blocks of
-# all rows fit a multiprocessor, then one. From a sweep on one H200, 1 to 256 rows: 16 blocks gain nothing at 1M entries.
+# all rows fit a multiprocessor, then one. From a sweep on one H200 at 1 to 256 rows; 16 blocks gain nothing at 1M.
 SHARE, SHARE_ALONE = 4096, 2048
 MAX_SPLIT = 8
 # What a block of a cluster holds in registers, and all of it.
