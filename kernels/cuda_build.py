@@ -21,6 +21,8 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 NVCC_FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a")
+# Further ones, for instance -DCSA2_EVERY_LANE_ARRIVES under compute-sanitizer (ptx.cuh).
+EXTRA_FLAGS = "CSA2_NVCC_FLAGS"
 CAPABILITY = 90
 # Whether kernels that can do so start while the one before them in the stream ends (programmatic dependent launch).
 # Not measured.
@@ -34,7 +36,8 @@ def build(source: Path, folder: Path | None = None) -> Path:
         RuntimeError: nvcc is missing or fails.
     """
     files = [source, *sorted(SOURCES.glob("*.cuh"))]
-    content = b"\0".join(path.read_bytes() for path in files) + " ".join(NVCC_FLAGS).encode()
+    flags = [*NVCC_FLAGS, *os.environ.get(EXTRA_FLAGS, "").split()]
+    content = b"\0".join(path.read_bytes() for path in files) + " ".join(flags).encode()
     folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-csa2"
     library = folder / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if library.exists():
@@ -42,7 +45,7 @@ def build(source: Path, folder: Path | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch) / library.name
-        command = [find_nvcc(), *NVCC_FLAGS, "-shared", "-Xcompiler", "-fPIC", "-o", str(target), str(source)]
+        command = [find_nvcc(), *flags, "-shared", "-Xcompiler", "-fPIC", "-o", str(target), str(source)]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr[-2000:]}")

@@ -467,8 +467,7 @@ struct Scorer {
         first = weights(0);
       }
       score(stage, first, places, q);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(stage + offsetof(Stage<GROUP>, done));
+      mbarrier_arrive_warp(stage + offsetof(Stage<GROUP>, done), lane);
       if (--count == 0) break;
       if ((stage += kStageBytes) == end) stage = ring, phase ^= 1;
     }
@@ -489,7 +488,7 @@ __global__ void __launch_bounds__(kThreads<GROUP>, 1) index_scores_kernel(const 
 #pragma unroll
     for (int s = 0; s < S; ++s) {
       mbarrier_init(shared_address(&shared.stages[team][s].full), 1);
-      mbarrier_init(shared_address(&shared.stages[team][s].done), 4);
+      mbarrier_init(shared_address(&shared.stages[team][s].done), 4 * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

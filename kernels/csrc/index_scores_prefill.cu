@@ -364,8 +364,7 @@ struct Consumer {
       wgmma_wait_for<0>(odd);
       score(odd, 1, stage, group, left + kLeft);
       store_maxima(left, stage);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared_address(&shared.done[stage]));
+      mbarrier_arrive_warp(shared_address(&shared.done[stage]), lane);
     }
   }
 };
@@ -383,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, 1) block_maxima_prefill_kernel(const
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       mbarrier_init(shared_address(&shared.full[s]), 1);
-      mbarrier_init(shared_address(&shared.done[s]), kConsumerWarps);
+      mbarrier_init(shared_address(&shared.done[s]), kConsumerWarps * kWarpArrivals);
     }
     mbarrier_init_fence();
   }

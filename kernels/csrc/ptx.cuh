@@ -169,6 +169,19 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// A whole warp arrives, after what its lanes have written: one lane for all. With CSA2_EVERY_LANE_ARRIVES each does so
+// itself, which is slower and which compute-sanitizer's racecheck can follow.
+#ifdef CSA2_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+__device__ __forceinline__ void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(barrier);
+}
+
 // Arrives, and the phase also waits for `bytes` of bulk copies.
 __device__ __forceinline__ void mbarrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

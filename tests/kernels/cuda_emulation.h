@@ -473,6 +473,13 @@ inline void mbarrier_arrive(uint32_t barrier) {
   mbarrier_settle(b);
 }
 
+constexpr int kWarpArrivals = 1;
+
+inline void mbarrier_arrive_warp(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(barrier);
+}
+
 inline void mbarrier_expect(uint32_t barrier, int bytes) {
   emulation::current->block->barriers[barrier].bytes += bytes;
   mbarrier_arrive(barrier);
