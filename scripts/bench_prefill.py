@@ -2,19 +2,20 @@
 
     python scripts/bench_prefill.py scores [--shapes 8192x16384 ...] [--rounds 7] [--json out.json] [--sweep]
     python scripts/bench_prefill.py reindex [--shapes 8192x65536 8192x524288] [--rounds 7] [--json out.json]
+    python scripts/bench_prefill.py memory [--shapes 8192x1048576]
 
 scores: rows of one request, the last of its entries (row i sees entries - rows + i + 1), 32 heads, ratio 1, pages in
 random order. Columns: the scan alone (CUDA C++, Triton), the whole selection as the GPU route runs it (scan, best
 blocks, their scores, Top-K; one layer that publishes no pool), and the stock host's torch path on Hopper restated (bf16
-einsum, relu, weighted sum, Top-K, 1 GiB of products at a time, over keys that are decoded already). Rates count visible
-entries alone.
+einsum, relu, weighted sum, Top-K, 1 GiB of products at a time, over keys that are decoded already); where the package
+deep_gemm is installed, its FP8 logits alone, a matrix of rows x entries. Rates count visible entries alone.
 
 Before a shape is timed both scans are held to float64 scores on sampled rows, and no entry that a selection left out
 may score above one it chose: where that fails nothing is timed and the exit status is 1. `--sweep` times the CUDA C++
 scan with other numbers of groups per block instead.
 
 reindex: what a Reindex layer does with the same rows, each with a pool of 2,048 random blocks of its own: scores of the
-pool's entries, Top-K and slots. Its time should not follow the context.
+pool's entries, Top-K and slots. Its time should not follow the context. memory: the most that a selection holds.
 """
 
 from __future__ import annotations
@@ -38,16 +39,31 @@ from sglang_csa2.kernels.index_scores import gather_index_k
 from sglang_csa2.kernels.records import decode_index_k, encode_index_k
 from sglang_csa2.layout import INDEX_K
 
+try:
+    import deep_gemm
+except ImportError:
+    deep_gemm = None
+
 DEVICE = torch.device("cuda")
 HEADS, TOPK, POOL_BLOCKS, POOL_ENTRIES = 32, 512, 2048, 16384
 SHAPES = ["8192x16384", "8192x65536", "4096x131072"]
 REINDEX_SHAPES = ["8192x32768", "8192x65536", "8192x131072", "8192x262144", "8192x524288"]
+DEFAULTS = {"scores": SHAPES, "reindex": REINDEX_SHAPES, "memory": ["8192x1048576"]}
 FORMS = {"cuda": indexer_cuda.cuda_kernels(), "triton": indexer_cuda.triton_kernels()}
 ROTATION = 2
 SAMPLES = 12
 STOCK_BYTES = 1 << 30
 # fp32 sums of 32 products in another order than the judge's, relative to a row's greatest score.
 TOLERANCE = 1e-5
+# FP8 products accumulate in fewer bits; the values here are exact in FP8.
+DEEP_GEMM_DIFFERENCE = 0.02
+
+
+def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 [..., 128] -> e4m3 and an fp32 scale per vector, a power of two."""
+    largest = x.abs().amax(-1, keepdim=True).float().clamp(min=2.0**-100)
+    scale = (largest / 256).log2().ceil().exp2()
+    return (x / scale).to(torch.float8_e4m3fn), scale[..., 0]
 
 
 def on_grid(x: torch.Tensor) -> torch.Tensor:
@@ -115,8 +131,26 @@ class Prefill:
             chosen[tile, : best.shape[1]] = torch.where(best < visible, best, -1).int()
         return chosen
 
+    def deep_gemm_calls(self):
+        """Calls of the library's scores, fp32 [rows, entries]."""
+        keys, ends = to_fp8(self.keys), self.visible.int()
+        queries = [to_fp8(q) for q in self.q]
+        return [
+            partial(
+                deep_gemm.fp8_mqa_logits, q, keys, self.weights.float() * scale, torch.zeros_like(ends), ends,
+                clean_logits=False,
+            )
+            for q, scale in queries
+        ]  # fmt: skip
+
     def columns(self):
         named = {}
+        if deep_gemm is not None:
+            calls = self.deep_gemm_calls()
+            row = self.rows - 1
+            logits, exact = calls[0]()[row, : int(self.visible[row])], self.exact(row)
+            if cases.relative_error(logits, exact) < DEEP_GEMM_DIFFERENCE:
+                named["deep_gemm"] = calls
         for name, form in FORMS.items():
             named[f"scan_{name}"] = [partial(self.scan, form, q) for q in self.q]
             named[f"select_{name}"] = [partial(self.select, form, q) for q in self.q]
@@ -186,6 +220,7 @@ def bench_scores(shapes: list[tuple[int, int]], rounds: int) -> tuple[list[dict]
             *(f"{times[name] / 1e3:8.3f}" for name in columns),
             f"  {result['tflops_cuda']:4.0f} {result['tflops_triton']:4.0f}  {result['speedup']:5.1f}  {tuple(tile)}",
             f" 0 violations in {SAMPLES + 2} rows",
+            f" DeepGEMM's logits {times['deep_gemm'] / 1e3:.3f}" if "deep_gemm" in times else "",
             flush=True,
         )
         del case
@@ -231,6 +266,23 @@ def bench_reindex(shapes: list[tuple[int, int]], rounds: int) -> tuple[list[dict
     return results, agreed
 
 
+def bench_memory(shapes: list[tuple[int, int]], rounds: int) -> tuple[list[dict], bool]:
+    del rounds
+    results = []
+    for rows, entries in shapes:
+        case = Prefill(rows, entries)
+        for name, form in FORMS.items():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            case.select(form, case.q[0])
+            torch.cuda.synchronize()
+            mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+            results.append({"rows": rows, "entries": entries, "kernels": name, "mib": mib})
+            print(f"  {rows} x {entries} {name:6} {mib:7.1f} MiB", flush=True)
+    return results, True
+
+
 def pool_violation(case: Prefill, pools: torch.Tensor) -> str | None:
     """What is wrong with some rows' choices in their pools, or None."""
     for name, form in FORMS.items():
@@ -248,18 +300,17 @@ def pool_violation(case: Prefill, pools: torch.Tensor) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["scores", "reindex"])
+    parser.add_argument("what", choices=list(DEFAULTS))
     parser.add_argument("--shapes", nargs="*", help="rows x entries, as 8192x16384")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    reindex = options.what == "reindex"
-    named = options.shapes or (REINDEX_SHAPES if reindex else SHAPES)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in named]
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes or DEFAULTS[options.what]]
     print(torch.cuda.get_device_name())
-    run = bench_reindex if reindex else sweep_scores if options.sweep else bench_scores
+    runs = {"scores": bench_scores, "reindex": bench_reindex, "memory": bench_memory}
+    run = sweep_scores if options.sweep else runs[options.what]
     results, agreed = run(shapes, options.rounds)
     if options.json:
         options.json.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), options.what: results}, indent=1))
