@@ -22,7 +22,7 @@ install_requirements() {
         say "installing $(grep -c '^[^#]*==' "$file") packages of ${file#"$repository"/} (minutes, several GB the first time)"
         # shellcheck disable=SC2086
         "$PYTHON" -m pip install --progress-bar on --no-deps --disable-pip-version-check ${CSA2_PIP_ARGS:-} -r "$file" \
-            | grep -v 'already satisfied' | sed -u 's/^\(Collecting\|Successfully installed\) /  \1 /' | cut -c1-160
+            | { grep -v 'already satisfied' || true; } | sed -u 's/^\(Collecting\|Successfully installed\) /  \1 /' | cut -c1-160
         [ "${PIPESTATUS[0]}" = 0 ] || return 1
     done
     printf '%s' "$wanted" > "$stamp"

@@ -85,6 +85,8 @@ class Soak:
         self.post("/generate", json.dumps({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}))
         text = requests.get(self.url + "/metrics", timeout=60).text
         books = {name: _metric(text, f"sglang:{name}") for name in BOOKS}
+        if missing := [name for name, value in books.items() if value is None]:
+            raise SystemExit(f"{self.url}/metrics has no {', '.join(missing)}: start the server with --enable-metrics")
         return books | {name: value for name in STAY_ZERO if (value := _metric(text, name)) is not None}
 
     def one(self, kind: str, index: int) -> None:
@@ -178,6 +180,11 @@ def main() -> int:
     arguments = parser.parse_args()
     start = time.monotonic()
     soak = Soak(arguments.url, seed=arguments.seed, vocabulary=arguments.vocabulary)
+    try:
+        soak.books()
+    except requests.ConnectionError:
+        raise SystemExit(f"no server answers at {arguments.url}: start one, with --enable-metrics") from None
+    print(f"answering {len(soak.prompts)} prompts alone first", flush=True)
     soak.references()
     # As many as run at once, so that buffers have grown before memory is read.
     soak.run(4 * arguments.parallel, arguments.parallel)

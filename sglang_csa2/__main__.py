@@ -25,7 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if argv[:1] == [name]:
-            module = importlib.import_module(f"sglang_csa2.tools.{name}")
+            try:
+                module = importlib.import_module(f"sglang_csa2.tools.{name}")
+            except ModuleNotFoundError as error:
+                print(f"{name} needs the package {error.name}, which {sys.executable} does not have", file=sys.stderr)
+                return 2
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)

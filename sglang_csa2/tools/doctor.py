@@ -88,6 +88,8 @@ def _text(report: dict[str, Any]) -> str:
     lines = [
         f"{machine['name']} ({machine['device']}, compute capability {machine['capability']:.1f}), "
         f"sglang {report['sglang']}, torch {report['torch']}",
+        *(f"problem: {text}" for text in report["problems"]),
+        "csa2 can serve here." if report["serves"] else "csa2 cannot serve here.",
         "",
     ]
     table = [("", "op", "route", "hardware", "library", "layout", "chosen when")]
@@ -104,7 +106,4 @@ def _text(report: dict[str, Any]) -> str:
         if row["missing"]:
             what = f"{row['op']} through {row['route']} ({'/'.join(row['layouts'])})"
             lines.append(f"missing: {what}: {row['missing']}. It would bring {row['brings']}.")
-    lines.append("")
-    if report["serves"]:
-        return "\n".join([*lines, "csa2 can serve here."])
-    return "\n".join([*lines, *(f"problem: {text}" for text in report["problems"]), "csa2 cannot serve here."])
+    return "\n".join(lines)
