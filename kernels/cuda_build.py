@@ -1,6 +1,7 @@
 """Build a CUDA C++ kernel of `csrc/` with nvcc and load it through its C interface.
 
     build(source)       -> path of its shared library, compiled where the user's cache has none of this source and flags
+    build_all()         -> all of `csrc/`
     missing(capability) -> why the CUDA C++ kernels cannot serve here, or None
 
 The kernels are written for Hopper (sm_90a). No host stack and no torch extension is needed, only nvcc.
@@ -15,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -52,6 +54,12 @@ def build(source: Path, folder: Path | None = None) -> Path:
         # In one step: processes that build at once agree on a whole file.
         target.replace(library)
     return library
+
+
+def build_all() -> None:
+    """Every library at once, each by its own nvcc: a first start waits for the longest and not for their sum."""
+    with ThreadPoolExecutor() as executor:
+        list(executor.map(build, sorted(SOURCES.glob("*.cu"))))
 
 
 def load(source: Path, functions: dict[str, list[type]]) -> ctypes.CDLL:

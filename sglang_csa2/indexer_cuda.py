@@ -21,6 +21,7 @@ from torch import Tensor
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.indexer import Indexer
 from sglang_csa2.kernels import (
+    cuda_build,
     cuda_index_decode,
     cuda_index_scores,
     cuda_topk,
@@ -66,6 +67,7 @@ def cuda_kernels() -> Kernels:
     """The form for Hopper."""
 
     def build() -> None:
+        cuda_build.build_all()
         cuda_index_decode.library()
         cuda_index_scores.library()
         cuda_topk.library()

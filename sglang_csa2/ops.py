@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sglang_csa2 import envs
-from sglang_csa2.kernels import flash_mla_decode, flash_mla_prefill, pool_pairs, store
+from sglang_csa2.kernels import cuda_build, flash_mla_decode, flash_mla_prefill, pool_pairs, store
 from sglang_csa2.kernels.norm_rope import rms_norm
 from sglang_csa2.kernels.records_v4 import pages_of
 from sglang_csa2.kernels.sparse_attention import read_main_kv, read_swa_kv, sparse_attention
@@ -146,6 +146,7 @@ class TritonOps:
     def warm_up(self, device: torch.device) -> None:
         """Build what is built at run time and only some requests use: nvcc's kernel, and those of a large prefill."""
         if self.decode_attention == "cuda":
+            cuda_build.build_all()
             self._attention.library()
         if self.sparse_prefill is None:
             return

@@ -45,6 +45,13 @@ def test_build_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [library.name]
 
 
+def test_build_all_builds_every_source(monkeypatch):
+    built = []
+    monkeypatch.setattr(cuda_build, "build", built.append)
+    cuda_build.build_all()
+    assert sorted(built) == SOURCES
+
+
 def test_missing_nvcc_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CUDA_HOME", raising=False)
