@@ -119,6 +119,11 @@ def multiprocessors(device: torch.device) -> int:
     return properties.multi_processor_count
 
 
+def stream() -> int:
+    """The current device's current stream, as the C interfaces take it."""
+    return torch.cuda.current_stream().cuda_stream
+
+
 def check_devices(*tensors: torch.Tensor | None) -> None:
     """Raise unless every tensor is on one CUDA device."""
     devices = {tensor.device for tensor in tensors if tensor is not None}

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from sglang_csa2.kernels import cuda_build
+from sglang_csa2.kernels.cuda_index_scores import INDEX_TENSORS, check_places, index_arguments
 from sglang_csa2.kernels.triton_index_scores import (
     BLOCK_ENTRIES,
     TILE_ENTRIES,
@@ -63,7 +64,7 @@ def block_maxima(
     if grid:
         with torch.cuda.device(q.device):
             tensors = (q, weights, cache, req_to_token, requests, visible)
-            status = call_block_maxima(library(), tensors, ratio, width, skip, group, maxima, grid, _stream())
+            status = call_block_maxima(library(), tensors, ratio, width, skip, group, maxima, grid, cuda_build.stream())
         if status:
             raise RuntimeError(f"block_maxima did not launch for {rows} rows of {width}: CUDA error {status}")
     return maxima
@@ -89,7 +90,9 @@ def index_scores_candidates(
     if grid:
         with torch.cuda.device(q.device):
             tensors = (q, weights, cache, req_to_token, requests, visible)
-            status = call_candidates(library(), tensors, ratio, blocks, skip, logits, block_max, grid, _stream())
+            status = call_candidates(
+                library(), tensors, ratio, blocks, skip, logits, block_max, grid, cuda_build.stream()
+            )
         if status:
             raise RuntimeError(
                 f"index_scores_candidates did not launch for {rows} rows of {num_blocks} blocks: CUDA error {status}"
@@ -148,30 +151,10 @@ def call_candidates(
 
 
 def _arguments(q, weights, cache, req_to_token, requests, visible, ratio) -> tuple:
-    wide = torch.int64
-    return (
-        q.data_ptr(),
-        weights.data_ptr(),
-        cache.data_ptr(),
-        cache.stride(0),
-        req_to_token.data_ptr(),
-        req_to_token.stride(0),
-        req_to_token.dtype == wide,
-        requests.data_ptr(),
-        requests.dtype == wide,
-        visible.data_ptr(),
-        visible.dtype == wide,
-        ratio,
-        *q.shape[:2],
-    )
+    return *index_arguments(q, weights, cache, req_to_token, requests, visible), ratio, *q.shape[:2]
 
 
-_TENSORS = [
-    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
-    *(ctypes.c_void_p, ctypes.c_int) * 2,
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_int),
-]
+_TENSORS = [*INDEX_TENSORS, *(ctypes.c_int, ctypes.c_int, ctypes.c_int)]
 # The arguments of the C interface.
 FUNCTIONS = {
     "csa2_block_maxima": [
@@ -198,10 +181,6 @@ def _grid(tiles: int, device: torch.device) -> int:
     return min(tiles, cuda_build.multiprocessors(device)) if tiles else 0
 
 
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
-
-
 def _check(q, weights, cache, req_to_token, requests, visible, ratio) -> int:
     rows, heads = check_tensors(q, weights, cache, req_to_token, visible, ratio)
     check_rows("requests", requests, (rows,), INT_TYPES)
@@ -209,12 +188,5 @@ def _check(q, weights, cache, req_to_token, requests, visible, ratio) -> int:
         raise ValueError(
             f"{heads} index heads are more than the {MAX_HEADS} that the CUDA C++ kernels hold: use Triton's"
         )
-    if q.data_ptr() % 16:
-        raise ValueError(f"q must start at a multiple of 16 bytes, got {q.data_ptr():#x}: copy it first")
-    if cache.data_ptr() % 16 or cache.stride(0) % 16:
-        raise ValueError(
-            f"cache pages must start at multiples of 16 bytes, got {cache.data_ptr():#x} and a stride of "
-            f"{cache.stride(0)}: view the pool's buffer"
-        )
-    cuda_build.check_devices(q, weights, cache, req_to_token, requests, visible)
+    check_places(q, weights, cache, req_to_token, requests, visible)
     return rows

@@ -79,9 +79,8 @@ def block_maxima_prefill(
     tile = tile or choose_tile(rows, heads, width, cuda_build.multiprocessors(q.device))
     image = image_for(rows, tile, q.device)
     with torch.cuda.device(q.device):
-        stream = torch.cuda.current_stream().cuda_stream
         tensors = (q, weights, cache, req_to_token, request, visible)
-        status = call(library(), *tensors, image, maxima, ratio, width, skip, tile, stream)
+        status = call(library(), *tensors, image, maxima, ratio, width, skip, tile, cuda_build.stream())
     if status:
         raise RuntimeError(f"block_maxima_prefill did not launch with {tile} for {rows} x {width}: CUDA error {status}")
     return maxima
@@ -111,14 +110,7 @@ def call(
     """The C interface on checked tensors: 0, or a CUDA error."""
     rows, heads, _ = q.shape
     return library.csa2_block_maxima_prefill(
-        q.data_ptr(),
-        weights.data_ptr(),
-        cache.data_ptr(),
-        cache.stride(0),
-        req_to_token.data_ptr(),
-        req_to_token.stride(0),
-        *(_is_wide(req_to_token), request.data_ptr(), _is_wide(request)),
-        *(visible.data_ptr(), _is_wide(visible)),
+        *index_arguments(q, weights, cache, req_to_token, request, visible),
         image.data_ptr(),
         maxima.blocks.data_ptr(),
         maxima.tiles.data_ptr(),
@@ -132,16 +124,36 @@ def call(
     )
 
 
-def _is_wide(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.int64
+# What the C interfaces of every index scan begin with.
+INDEX_TENSORS = [
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
+    *(ctypes.c_void_p, ctypes.c_int) * 2,
+]
+
+
+def index_arguments(q, weights, cache, req_to_token, requests, visible) -> tuple:
+    """Checked tensors as `INDEX_TENSORS`."""
+    wide = torch.int64
+    return (
+        q.data_ptr(),
+        weights.data_ptr(),
+        cache.data_ptr(),
+        cache.stride(0),
+        req_to_token.data_ptr(),
+        req_to_token.stride(0),
+        req_to_token.dtype == wide,
+        requests.data_ptr(),
+        requests.dtype == wide,
+        visible.data_ptr(),
+        visible.dtype == wide,
+    )
 
 
 # The arguments of the C interface.
 FUNCTIONS = {
     "csa2_block_maxima_prefill": [
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
-        *(ctypes.c_void_p, ctypes.c_int) * 2,
+        *INDEX_TENSORS,
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
         *(ctypes.c_int,) * 7,
         ctypes.c_void_p,
@@ -168,14 +180,17 @@ def _check(
     check_rows("request", request, (1,), INT_TYPES)
     if not 1 <= heads <= 64:
         raise ValueError(f"q has {heads} heads: 1 to 64 are served, use the Triton form")
+    check_places(q, weights, cache, req_to_token, request, visible)
+    return rows, heads
+
+
+def check_places(q: Tensor, weights: Tensor, cache: Tensor, *others: Tensor) -> None:
+    """Raise unless what is read 16 bytes at a time starts at such places, and all is on one card."""
     if q.data_ptr() % 16:
         raise ValueError(f"q must start at a multiple of 16 bytes, got {q.data_ptr():#x}: copy it first")
     if cache.data_ptr() % 16 or cache.stride(0) % 16:
         raise ValueError(
-            f"cache pages must start at multiples of 16 bytes, got {cache.data_ptr():#x} and stride "
+            f"cache pages must start at multiples of 16 bytes, got {cache.data_ptr():#x} and a stride of "
             f"{cache.stride(0)}: view the pool's buffer"
         )
-    devices = {tensor.device for tensor in (q, weights, cache, req_to_token, request, visible)}
-    if len(devices) > 1 or q.device.type != "cuda":
-        raise ValueError(f"every tensor must be on one CUDA device, got {sorted(map(str, devices))}: move them")
-    return rows, heads
+    cuda_build.check_devices(q, weights, cache, *others)

@@ -74,9 +74,8 @@ def sparse_attention(
     multiprocessors = cuda_build.multiprocessors(q.device)
     tile = tile or choose_tile(rows, heads, window + topk, multiprocessors)
     with torch.cuda.device(q.device):
-        stream = torch.cuda.current_stream().cuda_stream
         tensors = (q, swa_cache, swa_slots, main_cache, main_slots, attn_sink)
-        status = call(library(), *tensors, out, scale, tile, multiprocessors, stream)
+        status = call(library(), *tensors, out, scale, tile, multiprocessors, cuda_build.stream())
     if status:
         raise RuntimeError(f"sparse_attention did not launch with {tile} for {rows} rows: CUDA error {status}")
     return out

@@ -59,7 +59,15 @@ def best_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, k: int, *,
     if rows:
         with torch.cuda.device(block_max.device):
             status = call_best_blocks(
-                library(), block_max, tile_max, visible, keep_newest, DIRECT, _split(block_max), chosen, _stream()
+                library(),
+                block_max,
+                tile_max,
+                visible,
+                keep_newest,
+                DIRECT,
+                _split(block_max),
+                chosen,
+                cuda_build.stream(),
             )
         if status:
             raise RuntimeError(f"best_blocks did not launch for {tuple(block_max.shape)}, k = {k}: CUDA error {status}")
@@ -97,7 +105,7 @@ def _select(rows: int, scores, block_max, blocks, visible, k: int, table) -> tup
     if rows:
         with torch.cuda.device(scores.device):
             tensors = (scores, block_max, blocks, visible)
-            status = call_select(library(), *tensors, DIRECT, _split(scores), chosen, slots, table, _stream())
+            status = call_select(library(), *tensors, DIRECT, _split(scores), chosen, slots, table, cuda_build.stream())
         if status:
             raise RuntimeError(
                 f"select_in_blocks did not launch for {tuple(scores.shape)}, k = {k}: CUDA error {status}"
@@ -204,10 +212,6 @@ def _split(scores: Tensor) -> int:
     if width % 4 or scores.data_ptr() % 16:
         return 0
     return choose_split(rows, width, cuda_build.multiprocessors(scores.device))
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
 
 
 def _check(k: int, *tensors: Tensor) -> None:

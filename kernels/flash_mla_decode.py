@@ -53,10 +53,6 @@ def missing(capability: int, layout: str) -> str | None:
     return None
 
 
-def version() -> str:
-    return importlib.metadata.version("sgl-flash-mla")
-
-
 @dataclass
 class Lists:
     """See the module. swa_lengths, main_lengths: int32 [rows], at least 1, bounds on the places that hold keys.

@@ -31,10 +31,6 @@ def missing(capability: int) -> str | None:
     return None
 
 
-def version() -> str:
-    return importlib.metadata.version("sgl-flash-mla")
-
-
 def sparse_prefill(
     q: Tensor, kv: Tensor, indices: Tensor, lengths: Tensor | None, attn_sink: Tensor, scale: float
 ) -> Tensor:

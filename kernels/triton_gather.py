@@ -87,16 +87,22 @@ def gather_main_kv(cache: Tensor, slots: Tensor, out: Tensor | None = None) -> T
 
 def _gather(cache: Tensor, slots: Tensor, out: Tensor | None, record_bytes: int, *, is_swa: bool) -> Tensor:
     check_rows("cache", cache, (None, record_bytes), (torch.uint8,))
-    check_rows("slots", slots, (None,), INT_TYPES)
-    rows = slots.shape[0]
-    if out is None:
-        out = torch.empty(rows, SWA_KV.dims, dtype=torch.bfloat16, device=cache.device)
-    check_rows("out", out, (rows, SWA_KV.dims), (torch.bfloat16,))
-    if not (cache.is_contiguous() and out.is_contiguous()):
-        raise ValueError(
-            f"cache and out must be contiguous, got strides {cache.stride()} and {out.stride()}: pass whole buffers"
-        )
-    if rows:
+    if not cache.is_contiguous():
+        raise ValueError(f"cache must be contiguous, got strides {cache.stride()}: pass a whole buffer")
+    out = room_for_keys(cache, slots, out)
+    if rows := slots.shape[0]:
         grid = (triton.cdiv(rows, _BLOCK_ROWS),)
         _gather_kernel[grid](cache, slots, out, rows, IS_SWA=is_swa, BLOCK=_BLOCK_ROWS, PTX=uses_inline_ptx())
+    return out
+
+
+def room_for_keys(cache: Tensor, slots: Tensor, out: Tensor | None) -> Tensor:
+    """Where the keys of checked slots go: `out`, or a new buffer."""
+    check_rows("slots", slots, (None,), INT_TYPES)
+    shape = (slots.shape[0], SWA_KV.dims)
+    if out is None:
+        return torch.empty(shape, dtype=torch.bfloat16, device=cache.device)
+    check_rows("out", out, shape, (torch.bfloat16,))
+    if not out.is_contiguous():
+        raise ValueError(f"out must be contiguous, got strides {out.stride()}: pass a whole buffer")
     return out

@@ -7,14 +7,13 @@ Exact. A negative slot reads nothing and gives zeros; every row of `out` is writ
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_csa2.kernels.triton_records import INT_TYPES, check_rows, decode_e4m3, exp2_of_biased
+from sglang_csa2.kernels.triton_gather import room_for_keys
+from sglang_csa2.kernels.triton_records import decode_e4m3, exp2_of_biased
 from sglang_csa2.kernels.triton_store_v4 import check_pages
-from sglang_csa2.layout import V4_KV
 
 _BLOCK_ROWS = 4
 
@@ -48,14 +47,8 @@ def _gather_v4_kernel(
 
 def gather_v4(cache: Tensor, slots: Tensor, out: Tensor | None = None) -> Tensor:
     check_pages(cache)
-    check_rows("slots", slots, (None,), INT_TYPES)
-    rows = slots.shape[0]
-    if out is None:
-        out = torch.empty(rows, V4_KV.dims, dtype=torch.bfloat16, device=cache.device)
-    check_rows("out", out, (rows, V4_KV.dims), (torch.bfloat16,))
-    if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, got strides {out.stride()}: pass a whole buffer")
-    if rows:
+    out = room_for_keys(cache, slots, out)
+    if rows := slots.shape[0]:
         grid = (triton.cdiv(rows, _BLOCK_ROWS),)
         _gather_v4_kernel[grid](cache, slots, out, rows, cache.stride(0), PAGE_SLOTS=cache.shape[1], BLOCK=_BLOCK_ROWS)
     return out

@@ -204,25 +204,8 @@ def main_kv_store(
     eps: float = 0.0,
     normed: Tensor | None = None,
 ) -> None:
-    rows = latent.shape[0]
-    check_inputs("latent", latent, MAIN_KV.dims, positions, slots)
-    check_shared(weight, MAIN_KV.dims, table)
     _check_cache(cache, MAIN_KV.bytes)
-    check_normed(latent, weight, normed)
-    if rows:
-        _main_kv_store_kernel[(rows,)](
-            latent,
-            latent if weight is None else weight,
-            latent if normed is None else normed,
-            torch.view_as_real(table),
-            positions,
-            slots,
-            cache,
-            latent.stride(0),
-            eps,
-            NORM=weight is not None,
-            **OPTIONS,
-        )
+    launch_main_kv(_main_kv_store_kernel, latent, table, positions, slots, cache, weight, eps, normed)
 
 
 def index_k_store(
@@ -252,6 +235,34 @@ def index_k_store(
         )
 
 
+def launch_main_kv(kernel, latent, table, positions, slots, cache, weight, eps, normed, *strides, **constants) -> None:
+    """Check what both layouts' main KV stores take and run one; strides, constants: the kernel's further ones."""
+    check_inputs("latent", latent, MAIN_KV.dims, positions, slots)
+    check_shared(weight, MAIN_KV.dims, table)
+    if (weight is None) != (normed is None):
+        raise ValueError("weight and normed go together: give both to normalise here, neither for a normalised latent")
+    if normed is not None:
+        check_rows("normed", normed, tuple(latent.shape), (torch.bfloat16,))
+        if not normed.is_contiguous():
+            raise ValueError(f"normed must be contiguous, got strides {normed.stride()}: allocate it with torch.empty")
+    if latent.shape[0]:
+        kernel[(latent.shape[0],)](
+            latent,
+            latent if weight is None else weight,
+            latent if normed is None else normed,
+            torch.view_as_real(table),
+            positions,
+            slots,
+            cache,
+            latent.stride(0),
+            *strides,
+            eps,
+            NORM=weight is not None,
+            **constants,
+            **OPTIONS,
+        )
+
+
 def check_inputs(name: str, x: Tensor, dims: int, positions: Tensor, slots: Tensor) -> None:
     check_rows(name, x, (None, dims), (torch.bfloat16,))
     check_rows("positions", positions, (x.shape[0],), INT_TYPES)
@@ -264,15 +275,6 @@ def check_shared(weight: Tensor | None, dims: int, table: Tensor) -> None:
     check_rows("table", table, (None, 32), (torch.complex64,))
     if not table.is_contiguous():
         raise ValueError(f"table must be contiguous, got strides {table.stride()}: copy it once at load")
-
-
-def check_normed(latent: Tensor, weight: Tensor | None, normed: Tensor | None) -> None:
-    if (weight is None) != (normed is None):
-        raise ValueError("weight and normed go together: give both to normalise here, neither for a normalised latent")
-    if normed is not None:
-        check_rows("normed", normed, tuple(latent.shape), (torch.bfloat16,))
-        if not normed.is_contiguous():
-            raise ValueError(f"normed must be contiguous, got strides {normed.stride()}: allocate it with torch.empty")
 
 
 def _check_cache(cache: Tensor, record_bytes: int) -> None:

@@ -20,8 +20,8 @@ from sglang_csa2.kernels.triton_records import ceil_exponent, decode_e4m3, encod
 from sglang_csa2.kernels.triton_store import (
     OPTIONS,
     check_inputs,
-    check_normed,
     check_shared,
+    launch_main_kv,
     load_pairs,
     normalise,
     quantize_main,
@@ -148,27 +148,9 @@ def main_kv_store_v4(
     eps: float = 0.0,
     normed: Tensor | None = None,
 ) -> None:
-    rows = latent.shape[0]
-    check_inputs("latent", latent, V4_KV.dims, positions, slots)
-    check_shared(weight, V4_KV.dims, table)
-    check_normed(latent, weight, normed)
     check_pages(cache)
-    if rows:
-        _main_kv_store_v4_kernel[(rows,)](
-            latent,
-            latent if weight is None else weight,
-            latent if normed is None else normed,
-            torch.view_as_real(table),
-            positions,
-            slots,
-            cache,
-            latent.stride(0),
-            cache.stride(0),
-            eps,
-            NORM=weight is not None,
-            PAGE_SLOTS=cache.shape[1],
-            **OPTIONS,
-        )
+    tensors = (latent, table, positions, slots, cache, weight, eps, normed)
+    launch_main_kv(_main_kv_store_v4_kernel, *tensors, cache.stride(0), PAGE_SLOTS=cache.shape[1])
 
 
 def check_pages(cache: Tensor) -> None:

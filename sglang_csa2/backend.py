@@ -28,6 +28,7 @@ from sglang_csa2.attention import attend
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.host import BACKEND_NAME
 from sglang_csa2.indexer import indexer_for
+from sglang_csa2.kernels import cuda_build
 from sglang_csa2.layer_plan import LayerPlan
 from sglang_csa2.metadata import Csa2Metadata, PageTables, build_decode_metadata, build_metadata
 from sglang_csa2.ops import Norm, ops_for
@@ -73,13 +74,16 @@ class Csa2AttnBackend(AttentionBackend):
         self.plan = LayerPlan.from_config(config)
         self.device_type = torch.device(model_runner.device).type
         self.routes = routes.choose(routes.Machine.here(self.device_type), routes.Flags.from_env(), config)
-        self.ops = ops_for(self.device_type, self.routes[routes.DECODE].route.name)
-        self.indexer = indexer_for(self.plan, self.device_type, self.routes[routes.SCAN].route.name)
+        chosen = {operation: choice.route.name for operation, choice in self.routes.items()}
+        self.ops = ops_for(self.device_type, chosen[routes.DECODE], chosen[routes.PREFILL])
+        self.indexer = indexer_for(self.plan, self.device_type, chosen[routes.SCAN])
         self.prefill_kv_reuse = envs.prefill_kv_reuse()
         logger.info("csa2 serves %d layers through its %s route", len(self.plan.layers), self.ops.name)
         for operation, choice in self.routes.items():
             logger.info("csa2 route, %s: %s", operation, choice)
         # Kernels are built at start and not under the first request that is long enough.
+        if "cuda" in chosen.values():
+            cuda_build.build_all()
         device = self.req_to_token_pool.req_to_token.device
         self.ops.warm_up(device)
         self.indexer.warm_up(self.req_to_token_pool.req_to_token.shape[1], device)

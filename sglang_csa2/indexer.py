@@ -29,10 +29,8 @@ _TILE_BYTES = 64 << 20
 class Indexer:
     """What the routes share: which pool a layer consumes, whether it publishes one, and the publishing.
 
-    Holds no state of a forward. kernels: which ones it runs, and why, for the log.
+    Holds no state of a forward.
     """
-
-    kernels: str
 
     def __init__(self, plan: LayerPlan):
         self.config = plan.config

@@ -21,7 +21,6 @@ from torch import Tensor
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.indexer import Indexer
 from sglang_csa2.kernels import (
-    cuda_build,
     cuda_index_decode,
     cuda_index_scores,
     cuda_topk,
@@ -40,7 +39,7 @@ _TILE_BYTES = 256 << 20
 class Kernels(NamedTuple):
     """The kernels of an indexer; each one's contract is told in its Triton form.
 
-    build: builds what a first call would build otherwise.
+    build: loads what a first call would load otherwise.
     """
 
     block_maxima: Callable[..., triton_index_scores.Maxima]
@@ -67,7 +66,6 @@ def cuda_kernels() -> Kernels:
     """The form for Hopper."""
 
     def build() -> None:
-        cuda_build.build_all()
         cuda_index_decode.library()
         cuda_index_scores.library()
         cuda_topk.library()

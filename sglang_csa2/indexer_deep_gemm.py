@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sglang_csa2.indexer_cuda import CudaIndexer
 from sglang_csa2.kernels import deep_gemm_scores as scoring
-from sglang_csa2.kernels import triton_topk as selecting
+from sglang_csa2.kernels.triton_index_scores import BLOCK_ENTRIES, TILE_ENTRIES
 from sglang_csa2.layer_plan import LayerPlan
 from sglang_csa2.metadata import Csa2Metadata
 from sglang_csa2.selection import TopK
@@ -49,9 +49,9 @@ class DeepGemmIndexer(CudaIndexer):
                 scores = self.scores.block_scores(*part, blocks)
             else:
                 blocks, pool, scores = self._best_blocks_of_scan(part, visible, entries, publishes)
-            maxima = scores.unflatten(1, (-1, scoring.BLOCK_ENTRIES)).amax(-1)
+            maxima = scores.unflatten(1, (-1, BLOCK_ENTRIES)).amax(-1)
             place = self.config.index_topk, meta.tables.req_to_token, meta.requests[rows], layer.ratio
-            chosen.append(selecting.select_slots(scores, maxima, blocks, visible, *place))
+            chosen.append(self._kernels.select_slots(scores, maxima, blocks, visible, *place))
             pools.append(pool)
         topk = TopK(*(torch.cat(parts) for parts in zip(*chosen, strict=True)))
         return topk, torch.cat(pools) if publishes else None
@@ -60,17 +60,17 @@ class DeepGemmIndexer(CudaIndexer):
         """Blocks that hold the rows' Top-K, the pool or None, and the blocks' scores fp32 [rows, b * 8]."""
         scores = self.scores.scan_scores(*part, entries)
         unseen = torch.arange(entries, device=scores.device) >= visible[:, None]
-        scores = scores[:, :entries].masked_fill(unseen, -torch.inf).unflatten(1, (-1, scoring.BLOCK_ENTRIES))
+        scores = scores[:, :entries].masked_fill(unseen, -torch.inf).unflatten(1, (-1, BLOCK_ENTRIES))
         maxima = scores.amax(-1)
-        levels = maxima, maxima.unflatten(1, (-1, selecting.TILE_BLOCKS)).amax(-1)
+        levels = maxima, maxima.unflatten(1, (-1, TILE_ENTRIES // BLOCK_ENTRIES)).amax(-1)
         number, pool = self.config.candidate_topk_blocks, None
         if publishes:
-            pool = selecting.best_blocks(*levels, visible, number, keep_newest=True)
+            pool = self._kernels.best_blocks(*levels, visible, number, keep_newest=True)
         # One place of the pool is the newest block's.
         blocks = pool
         if blocks is None or number <= self.config.index_topk:
-            blocks = selecting.best_blocks(*levels, visible, self.config.index_topk, keep_newest=False)
-        listed = scores.gather(1, blocks.clamp(min=0).long()[..., None].expand(-1, -1, scoring.BLOCK_ENTRIES))
+            blocks = self._kernels.best_blocks(*levels, visible, self.config.index_topk, keep_newest=False)
+        listed = scores.gather(1, blocks.clamp(min=0).long()[..., None].expand(-1, -1, BLOCK_ENTRIES))
         return blocks, pool, listed.masked_fill(blocks[..., None] < 0, -torch.inf).flatten(1)
 
     @staticmethod

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sglang_csa2 import envs
-from sglang_csa2.kernels import cuda_build, flash_mla_decode, flash_mla_prefill, pool_pairs, store
+from sglang_csa2.kernels import flash_mla_decode, flash_mla_prefill, pool_pairs, store
 from sglang_csa2.kernels.norm_rope import rms_norm
 from sglang_csa2.kernels.records_v4 import pages_of
 from sglang_csa2.kernels.sparse_attention import read_main_kv, read_swa_kv, sparse_attention
@@ -118,7 +118,7 @@ class TritonOps:
     name = "triton"
     index_multiple = flash_mla_prefill.INDEX_MULTIPLE
 
-    def __init__(self, decode_attention: str = "triton"):
+    def __init__(self, decode_attention: str, prefill_attention: str):
         # Here and not at the top: a machine without a GPU need not have Triton.
         from sglang_csa2.kernels import (
             triton_gather,
@@ -128,7 +128,6 @@ class TritonOps:
             triton_store,
             triton_store_v4,
         )
-        from sglang_csa2.kernels.triton_records import compute_capability
 
         self._pairs, self._store, self._store_v4 = triton_pool_pairs, triton_store, triton_store_v4
         self._gather, self._gather_v4 = triton_gather, triton_gather_v4
@@ -139,14 +138,12 @@ class TritonOps:
             self._attention: Any = cuda_sparse_attention
         else:
             self._attention = {"triton": triton_sparse_attention, "flashmla": flash_mla_decode}[decode_attention]
-        card = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        missing = flash_mla_prefill.missing(compute_capability(card))
-        self.sparse_prefill = None if missing else flash_mla_prefill.sparse_prefill
+        through_workspace = prefill_attention == "flash_mla_sparse_fwd"
+        self.sparse_prefill = flash_mla_prefill.sparse_prefill if through_workspace else None
 
     def warm_up(self, device: torch.device) -> None:
         """Build what is built at run time and only some requests use: nvcc's kernel, and those of a large prefill."""
         if self.decode_attention == "cuda":
-            cuda_build.build_all()
             self._attention.library()
         if self.sparse_prefill is None:
             return
@@ -228,9 +225,10 @@ def _pages(cache: Tensor) -> Tensor:
     return cache if cache.ndim == 3 else cache.unflatten(0, (-1, PAGE_TOKENS // 2))
 
 
-def ops_for(device_type: str, decode_attention: str = "triton") -> Ops:
+def ops_for(device_type: str, decode_attention: str = "triton", prefill_attention: str = "packed records") -> Ops:
     """The operations of a device.
 
-    decode_attention: the route that was chosen for it (routes.py); what only stores, as the pool does, needs none.
+    decode_attention, prefill_attention: the routes that were chosen (routes.py); what only stores, as the pool does,
+        needs neither.
     """
-    return TorchOps() if device_type == "cpu" else TritonOps(decode_attention)
+    return TorchOps() if device_type == "cpu" else TritonOps(decode_attention, prefill_attention)

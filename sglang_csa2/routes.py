@@ -73,6 +73,7 @@ class Route:
     name: what the flags and the log call it. hardware, library: what it needs, for people.
     layouts: KV layouts that it reads or writes. chosen: when. brings: what it would bring where it is missing.
     missing: why a machine does not have it for a layout, or None.
+    model_problem: why it cannot serve a model, or None.
     was_run: whether this project has run it in its present form on its hardware.
     """
 
@@ -84,6 +85,7 @@ class Route:
     chosen: str
     brings: str
     missing: Callable[[Machine, str], str | None]
+    model_problem: Callable[[Csa2Config], str | None] = lambda config: None
     was_run: bool = True
 
     def problem(self, machine: Machine, layout: str) -> str | None:
@@ -132,6 +134,13 @@ def _on_gpu(missing: Callable[[int, str], str | None]) -> Callable[[Machine, str
         return missing(machine.capability, layout)
 
     return asked
+
+
+def _cuda_index_problem(config: Csa2Config) -> str | None:
+    # Here and not at the top: a machine without a GPU need not have Triton.
+    from sglang_csa2.indexer_cuda import cuda_problem
+
+    return cuda_problem(config)
 
 
 _CUDA = _on_gpu(lambda capability, layout: cuda_build.missing(capability))
@@ -226,12 +235,32 @@ ROUTES = (
                 _DEEP_GEMM,
                 was_run=False,
             ),
-            Route(op, "cuda", _HOPPER, _OURS, _BOTH, "on Hopper", "index scores in CUDA C++ for Hopper", _CUDA),
+            Route(
+                op,
+                "cuda",
+                _HOPPER,
+                _OURS,
+                _BOTH,
+                "on Hopper",
+                "index scores in CUDA C++ for Hopper",
+                _CUDA,
+                _cuda_index_problem,
+            ),
             Route(op, "triton", _CARD, "triton", _BOTH, "on other GPUs", "index scores on any recent card", _triton),
             Route(op, "torch", "CPU", "torch", _BOTH, "on the CPU", "serving without a GPU", _cpu),
         )
     ),
-    Route(TOPK, "cuda", _HOPPER, _OURS, _BOTH, "on Hopper", "selection in CUDA C++ for Hopper", _CUDA),
+    Route(
+        TOPK,
+        "cuda",
+        _HOPPER,
+        _OURS,
+        _BOTH,
+        "on Hopper",
+        "selection in CUDA C++ for Hopper",
+        _CUDA,
+        _cuda_index_problem,
+    ),
     Route(TOPK, "triton", _CARD, "triton", _BOTH, "on other GPUs", "selection on any recent card", _triton),
     Route(TOPK, "torch", "CPU", "torch", _BOTH, "on the CPU", "serving without a GPU", _cpu),
     Route(STORES, "triton", _CARD, "triton", _BOTH, "on a GPU", "fused stores on any recent card", _triton),
@@ -298,38 +327,35 @@ def choose(machine: Machine, flags: Flags, config: Csa2Config | None = None) -> 
 
 
 def _choice(op: str, machine: Machine, flags: Flags, config: Csa2Config | None) -> Choice:
-    rows = [route for route in ROUTES if route.op == op and route.problem(machine, flags.layout) is None]
+    """The first of the rows that the flags ask for which serves; why those before it do not goes into the reason."""
     if machine.device == "cpu":
-        return Choice(rows[0], "the model is on the CPU")
-    if op == DECODE and flags.decode_attention != "auto":
-        row = next(route for route in rows if route.name == flags.decode_attention)
-        return Choice(row, f"{envs.DECODE_ATTENTION}={flags.decode_attention}")
+        return Choice(
+            next(route for route in ROUTES if route.op == op and route.name == "torch"), "the model is on the CPU"
+        )
+    passed = ""
+    for route in _asked_for(op, flags):
+        why = route.problem(machine, flags.layout) or (route.model_problem(config) if config else None)
+        if why is None:
+            return Choice(route, _reason(route, machine, flags) + passed)
+        passed += f"; not {route.name}: {why}"
+    raise RouteError(f"csa2 cannot serve here: {op}{passed}")
+
+
+def _asked_for(op: str, flags: Flags) -> list[Route]:
+    """An operation's rows for the layout, in the order of preference, but for those that a flag alone brings."""
+    rows = [route for route in ROUTES if route.op == op and flags.layout in route.layouts]
     if op == DECODE:
-        names = AUTO_DECODE_ATTENTION[flags.layout]
-        row = next(route for name in names for route in rows if route.name == name)
-        better = [route for route in ROUTES if route.op == op and route.name in names[: names.index(row.name)]]
-        passed = "".join(f"; not {route.name}: {route.problem(machine, flags.layout)}" for route in better)
-        return Choice(row, f"auto with {flags.layout} on {machine.name}{passed}")
-    if not flags.deep_gemm:
-        rows = [route for route in rows if route.name != "deep_gemm"]
-    if rows[0].name == "deep_gemm":
-        return Choice(rows[0], _DEEP_GEMM_FLAG)
-    if op in (SCAN, CANDIDATES, TOPK):
-        first = next(route for route in ROUTES if route.op == op and route.name == "cuda")
-        why = first.problem(machine, flags.layout) or _cuda_index_problem(config)
-        rows = [route for route in rows if route.name != "cuda" or not why]
-        return Choice(rows[0], f"on {machine.name}" + (f"; not cuda: {why}" if why else ""))
-    if op != PREFILL:
-        return Choice(rows[0], f"on {machine.name}")
-    if rows[0].name == "packed records":
-        return Choice(rows[0], str(_FLASH_MLA_PREFILL(machine, flags.layout)))
-    return Choice(rows[0], rows[0].chosen)
+        auto = flags.decode_attention == "auto"
+        names = AUTO_DECODE_ATTENTION[flags.layout] if auto else (flags.decode_attention,)
+        return [route for name in names for route in rows if route.name == name]
+    return [route for route in rows if flags.deep_gemm or route.name != "deep_gemm"]
 
 
-def _cuda_index_problem(config: Csa2Config | None) -> str | None:
-    if config is None:
-        return None
-    # Here and not at the top: a machine without a GPU need not have Triton.
-    from sglang_csa2.indexer_cuda import cuda_problem
-
-    return cuda_problem(config)
+def _reason(route: Route, machine: Machine, flags: Flags) -> str:
+    if route.op == DECODE and flags.decode_attention != "auto":
+        return f"{envs.DECODE_ATTENTION}={flags.decode_attention}"
+    if route.op == DECODE:
+        return f"auto with {flags.layout} on {machine.name}"
+    if route.op == PREFILL or route.name == "deep_gemm":
+        return route.chosen
+    return f"on {machine.name}"

@@ -25,6 +25,7 @@
 // product), 40 % of its slots. Shared memory: 32 x 32 operand wavefronts, which ncu counts as two cycles each, that is
 // all 2048, and 128 to 512 for weights. L2: 33 KB per multiprocessor, 16 bytes a cycle.
 
+#include "launch.cuh"
 #include "records.cuh"
 
 namespace {
@@ -402,15 +403,13 @@ __global__ void __launch_bounds__(kThreads, 1) block_maxima_prefill_kernel(const
 
 template <int HEADS>
 cudaError_t launch(const Params& params, int groups, cudaStream_t stream) {
-  const auto kernel = block_maxima_prefill_kernel<HEADS>;
-  const int bytes = sizeof(Shared<HEADS>);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = launch_kernel(arrange_queries_kernel<HEADS>, params, groups, kArrangeThreads, 0, false,
+                                          stream);
   if (error != cudaSuccess) return error;
-  arrange_queries_kernel<HEADS><<<groups, kArrangeThreads, 0, stream>>>(params);
   const int tiles = (params.width + kTileKeys - 1) / kTileKeys;
   const int blocks = (groups + params.block_groups - 1) / params.block_groups;
-  kernel<<<dim3(tiles, blocks), kThreads, bytes, stream>>>(params);
-  return cudaGetLastError();
+  return launch_kernel(block_maxima_prefill_kernel<HEADS>, params, dim3(tiles, blocks), kThreads,
+                       sizeof(Shared<HEADS>), false, stream);
 }
 
 // ---- Interface ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
 // A kernel of one parameter block. `early`: it may start while the kernel before it in the stream ends, which it must
 // wait for (`wait_for_kernels_before`). `cluster`: blocks of a cluster, above 8 only where the device grants such.
 template <class Params>
-cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, int blocks, int threads, int shared_bytes,
+cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, dim3 blocks, int threads, int shared_bytes,
                           bool early, cudaStream_t stream, int cluster = 1) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess && cluster > 8) {
@@ -27,7 +27,7 @@ cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, int bloc
     ++number;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

@@ -22,6 +22,7 @@
 //   HEADS = 16  mma.sync, M = 16 heads, whose ldmatrix reads the tile in half of those cycles. A warp scores 8 of the
 //               keys, with Q in registers, and keeps 64 of the dims.
 
+#include "launch.cuh"
 #include "records.cuh"
 
 namespace {
@@ -71,9 +72,8 @@ __device__ __forceinline__ int place(int panel, int chunk) { return chunk ^ ((pa
 // ---- Gather ---------------------------------------------------------------------------------------------------------
 
 // Brings tiles of 64 keys in, eight warps with eight keys each. Four neighbouring lanes share a key: of every 64 bytes of
-// its record each loads 16, so that the eight lanes that the hardware serves at a time ask for two lines and not eight
-// (which took as long as the decoding). A register that was decoded is loaded again at once, for the next tile; the
-// records of the tiles after that are on their way to L2, and their successors' slots to registers.
+// its record each loads 16. A register that was decoded is loaded again at once, for the next tile; the records of the
+// tiles after that are on their way to L2, and their successors' slots to registers.
 struct Gather {
   const Params& params;
   const int step;  // from one row of this block to the next
@@ -106,7 +106,6 @@ struct Gather {
   __device__ __forceinline__ bool exists() const { return held & 1; }
   __device__ __forceinline__ bool next_exists() const { return held & 2; }
 
-  // A slot's low word: int64 slots are little-endian, and no pool has 2^31.
   __device__ __forceinline__ void load_slot(int i) {
     const bool window = tile < params.swa_tiles;
     const int width = window ? params.window : params.topk;
@@ -116,7 +115,7 @@ struct Gather {
     const int column = (window ? tile : tile - params.swa_tiles) * kTileKeys + block * 8 + key;
     slots[i] = -1;
     if (row < params.rows && tile < last && column < width) {
-      slots[i] = __ldg(static_cast<const int*>(table) + ((start + column) << wide));
+      slots[i] = load_int(table, start + column, wide);
     }
     kinds |= uint32_t{window} << (i + 2);
     if (++tile >= last) row += step, tile = first;
@@ -429,20 +428,10 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // ---- 64 heads -------------------------------------------------------------------------------------------------------
 
-// Panels of O that the warpgroup which also scores keeps; the other has the rest.
-constexpr int kScoringPanels = 4;
-
 template <bool SCORES>
-constexpr int kWidePanels = SCORES ? kScoringPanels : kPanels - kScoringPanels;
-
-template <bool SCORES>
-struct WideConsumer : Consumer<64, kWidePanels<SCORES>> {
-  using Base = Consumer<64, kWidePanels<SCORES>>;
-  using Base::shared, Base::thread, Base::lane, Base::row0, Base::panel0, Base::o, Base::peak, Base::sum;
-  using Base::meet, Base::move_peaks, Base::scale_output, Base::scale_log2;
-
+struct WideConsumer : Consumer<64, 4> {
   __device__ __forceinline__ WideConsumer(Shared<64>& s, const Params& p, int warp, int lane, int head0)
-      : Base(s, p, warp, lane, head0, warp % 4 * 16, SCORES ? 0 : kScoringPanels) {}
+      : Consumer(s, p, warp, lane, head0, warp % 4 * 16, SCORES ? 0 : 4) {}
 
   __device__ __forceinline__ void begin() {}
 
@@ -520,7 +509,7 @@ struct WideConsumer : Consumer<64, kWidePanels<SCORES>> {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
 #pragma unroll
-      for (int p = 0; p < kWidePanels<SCORES>; ++p) wgmma_registers(o[p], weights[k], values + ((p * kPanelBytes + k * 2048) >> 4));
+      for (int p = 0; p < 4; ++p) wgmma_registers(o[p], weights[k], values + ((p * kPanelBytes + k * 2048) >> 4));
     }
     wgmma_commit();
     wgmma_wait();
@@ -736,27 +725,12 @@ __global__ void __launch_bounds__(kConsumers + kProducers, 1)
 
 template <int HEADS>
 cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t stream) {
-  const auto kernel = sparse_attention_kernel<HEADS>;
-  const int bytes = sizeof(Shared<HEADS>), head_tiles = (params.heads + HEADS - 1) / HEADS;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess && params.splits > 8) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = params.splits;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  const int head_tiles = (params.heads + HEADS - 1) / HEADS;
   const int room = multiprocessors / head_tiles > 0 ? multiprocessors / head_tiles : 1;
   const bool all = params.splits > 1 || params.rows < room;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(all ? params.rows * params.splits : room, head_tiles);
-  config.blockDim = dim3(kConsumers + kProducers);
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = params.splits > 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  const dim3 blocks(all ? params.rows * params.splits : room, head_tiles);
+  return launch_kernel(sparse_attention_kernel<HEADS>, params, blocks, kConsumers + kProducers, sizeof(Shared<HEADS>),
+                       false, stream, params.splits);
 }
 
 // ---- Interface ------------------------------------------------------------------------------------------------------

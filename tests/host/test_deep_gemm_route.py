@@ -60,12 +60,11 @@ def _select_slots(scores, maxima, blocks, visible, k, table, requests, ratio):
     return positions.int(), slots.masked_fill(positions < 0, -1)
 
 
-SELECTING = SimpleNamespace(TILE_BLOCKS=8, best_blocks=_best_blocks, select_slots=_select_slots)
+SELECTING = SimpleNamespace(best_blocks=_best_blocks, select_slots=_select_slots)
 
 
 @pytest.mark.parametrize("tile_bytes", [1 << 30, 40_000], ids=["one tile", "tiles of rows"])
 def test_choices_are_the_references(monkeypatch, tile_bytes):
-    monkeypatch.setattr(indexer_deep_gemm, "selecting", SELECTING)
     monkeypatch.setattr(indexer_deep_gemm, "_TILE_BYTES", tile_bytes)
     # The pool's pages are as with the flag; that the CPU has no DeepGEMM is not the question here.
     monkeypatch.setenv(envs.DEEP_GEMM_INDEXER, "1")
@@ -75,6 +74,7 @@ def test_choices_are_the_references(monkeypatch, tile_bytes):
     assert bench.pool.index_cache(2).shape[1] == 128 * 68
     scores = Scores()
     bench.backend.indexer = DeepGemmIndexer(bench.plan, scores)
+    bench.backend.indexer._kernels = SELECTING
     request, other = Request.draw(400, seed=1, slot=3), Request.draw(300, seed=2, slot=1)
     bench.forward([(request, 301), (other, 7)])
     bench.forward([(other, 1), (request, 99)])

@@ -22,7 +22,7 @@ from sglang_csa2.indexer_cuda import CudaIndexer
 from sglang_csa2.ops import TritonOps
 
 bench = Bench(pages=4)
-bench.backend.ops = bench.pool._ops = TritonOps()
+bench.backend.ops = bench.pool._ops = TritonOps("triton", "packed records")
 bench.backend.indexer = CudaIndexer(bench.plan)
 bench.backend.indexer.warm_up(1024, torch.device("cpu"))
 request = Request.draw(16, seed=1, slot=3)

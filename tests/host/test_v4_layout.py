@@ -155,7 +155,7 @@ for name in ("quantize_swa_kv", "quantize_main_kv"):
     quantize = getattr(reference, name)
     setattr(reference, name, lambda x, quantize=quantize: decode_v4(encode_v4(quantize(x))))
 bench = Bench(pages=4)
-bench.backend.ops = bench.pool._ops = TritonOps("flashmla")
+bench.backend.ops = bench.pool._ops = TritonOps("flashmla", "packed records")
 bench.backend.indexer = CudaIndexer(bench.plan)
 request, other = Request.draw(8, seed=1, slot=3), Request.draw(6, seed=2, slot=1)
 bench.forward([(request, 5), (other, 3)])
