@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from harness import TINY, installed_host
@@ -63,6 +64,7 @@ _LAYOUT, _DECODE, _INDEXER = envs.KV_LAYOUT, envs.DECODE_ATTENTION, envs.DEEP_GE
 ROUTES = [
     (f"`{_LAYOUT}` other than `v41` or `v4`", CPU, {_LAYOUT: "v5"}, "SGLANG_CSA2_KV_LAYOUT='v5'"),
     (f"`{_LAYOUT}=v4` on a GPU without FlashMLA's V4 kernels", A100, {_LAYOUT: "v4"}, "this card has 8.0"),
+    (f"`{_LAYOUT}=v4` on a GPU without FlashMLA's V4 kernels", H200, {_LAYOUT: "v4"}, "sgl-flash-mla is not installed"),
     (
         f"`{_DECODE}` other than `auto`, `cuda`, `triton` or `flashmla`",
         H200,
@@ -144,8 +146,21 @@ def test_refused_environment(setting):
         refusals.check(PLAIN, V41, "cpu", env=ENVIRONMENT[setting])
 
 
+@pytest.fixture
+def flash_mla(monkeypatch):
+    """Say that sgl-flash-mla is installed, or that it is not, whatever this machine has."""
+
+    def installed(yes: bool) -> None:
+        module = ModuleType("flash_mla")
+        module.__spec__ = ModuleSpec("flash_mla", None)
+        monkeypatch.setitem(sys.modules, "flash_mla", module if yes else None)
+
+    return installed
+
+
 @pytest.mark.parametrize(("setting", "machine", "env", "what"), ROUTES, ids=lambda value: str(value)[:60])
-def test_refused_routes(setting, machine, env, what):
+def test_refused_routes(setting, machine, env, what, flash_mla):
+    flash_mla("is not installed" not in what)
     with pytest.raises(refusals.Refused, match=re.escape(message_of(setting))) as error:
         refusals.check(PLAIN, V41, machine.device, env=env, machine=machine)
     assert what in str(error.value) and len(str(error.value).splitlines()) == 1
