@@ -21,7 +21,7 @@ Data flows one way:  config -> layer_plan -> layout -> pool -> metadata -> index
     attention   one softmax over the SWA window, the chosen main KV and the sink
     backend     glue to the host's AttentionBackend; no arithmetic                                      [host]
     reference   the definition in plain torch; reference_model is a whole model of it
-    checks      the pool's invariants, checked in every forward when asked for
+    checks      the pool's invariants, checked in every forward when asked for; ledger keeps their books
     metrics     what csa2 adds to the host's Prometheus endpoint                                        [host]
     tools       `python -m sglang_csa2 doctor | plan | show | verify`; nothing that serves imports them
 

@@ -1,15 +1,14 @@
 """Pool invariants, checked in every forward when SGLANG_CSA2_CHECK=1; nothing of this runs otherwise.
 
+- The rows of a forward are those of the host's batch, with their positions, requests and slots.
 - A slot that is read holds what was written there since it was allocated, by the request or the prefix that reads it.
-- Only Full layers write compressed caches.
-- A selection does not outlive its forward.
-- A selection is ascending, unique, inside what its row sees and inside its pool; a pool holds its row's newest block.
+- A layer attends to its own window, whole, and to the main KV of its kv_source, by the choice of its index_source.
+- Only Full layers write compressed caches. A pair is closed with its own even token.
+- A selection does not outlive its forward. It is ascending, unique, inside what its row sees and inside its pool, and
+  as long as these allow; a pool is as long as it can be, holds its row's newest block, and is there where needed.
 
-How: each row's token gets a serial number, kept per full-pool slot with its position and the serial of the token
-before it. A store stamps its record with the serial; a read compares the stamp with the serial that the reading
-request expects at that position. A request expects its own rows' serials, and those of the prefix that it found in
-the tables, whose pages must each be one unbroken chain. Graph replays run no Python: on a GPU disable them. Under
-checks a prefill reads packed records and not a workspace, so that every read is asked about.
+`ledger` keeps the books. Graph replays run no Python: on a GPU disable them. Under checks a prefill reads packed
+records and not a workspace, so that every read is asked about.
 """
 
 from __future__ import annotations
@@ -19,12 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_csa2.layout import PAGE_TOKENS
-from sglang_csa2.metadata import Csa2Metadata
-
-
-class CheckError(AssertionError):
-    """An invariant of the pool or of a selection does not hold."""
+from sglang_csa2.ledger import CheckError, Ledger
+from sglang_csa2.metadata import Csa2Metadata, DecodeRatioRows, RatioRows
 
 
 def install(backend: Any) -> None:
@@ -33,12 +28,14 @@ def install(backend: Any) -> None:
     ops = CheckedOps(backend.ops, ledger)
     backend.ops = backend.token_to_kv_pool._ops = ops
     backend.indexer = CheckedIndexer(backend.indexer, ledger)
-    build, sources = backend.init_forward_metadata, backend.forward_low_ratio_sources
+    build, sources, forward = backend.init_forward_metadata, backend.forward_low_ratio_sources, backend.forward
 
     def init_forward_metadata(forward_batch: Any) -> None:
         build(forward_batch)
         if backend.forward_metadata is not None:
             ledger.begin(backend.forward_metadata, forward_batch)
+        if (tail := backend.tail_forward_metadata) is not None:
+            ledger.begin_tail(backend.forward_metadata, tail.metadata, tail.late_layer_tail.token_indices)
 
     def forward_low_ratio_sources(**kwargs: Any) -> None:
         before = ops.compressed_stores
@@ -47,118 +44,31 @@ def install(backend: Any) -> None:
         if ops.compressed_stores != before and not spec.writes_cache:
             raise CheckError(f"layer {spec.layer_id} is a {spec.role.value} layer and wrote a compressed cache")
 
+    def checked_forward(*args: Any, **kwargs: Any) -> Tensor:
+        layer = kwargs["layer"] if "layer" in kwargs else args[3]
+        ops.attending = backend.plan[layer.layer_id]
+        return forward(*args, **kwargs)
+
     def init_forward_metadata_in_graph(forward_batch: Any) -> None:
         raise CheckError("SGLANG_CSA2_CHECK=1 cannot see into a CUDA graph; start with --disable-cuda-graph")
 
     backend.init_forward_metadata = init_forward_metadata
     backend.init_forward_metadata_in_graph = init_forward_metadata_in_graph
     backend.forward_low_ratio_sources = forward_low_ratio_sources
-
-
-class Ledger:
-    """Who wrote what: serials per full-pool slot, stamps per record, and what each request slot expects."""
-
-    def __init__(self, backend: Any):
-        self.backend, pool = backend, backend.token_to_kv_pool
-        self.table = backend.req_to_token_pool.req_to_token
-        slots, device = pool.full_to_swa_index_mapping.shape[0], self.table.device
-        self.serial, self.before, self.position = (_zeros(slots, device) for _ in range(3))
-        self.expected = torch.zeros(self.table.shape, dtype=torch.int64, device=device)
-        self.seen = torch.zeros_like(self.table)
-        self.lengths: dict[int, int] = {}
-        self.owners: dict[int, Any] = {}
-        self.next_serial = 1
-        self.selection: Any = None
-        self.stamps: dict[int, Tensor] = {}
-        self.names: dict[int, str] = {}
-        for layer in backend.plan.layers:
-            self._know(pool.swa_cache(layer.layer_id), f"window KV of layer {layer.layer_id}")
-            if layer.writes_cache:
-                self._know(pool.main_cache(layer.layer_id), f"main KV of layer {layer.layer_id}")
-                self._know(pool.index_cache(layer.layer_id), f"index K of layer {layer.layer_id}", per_row=64)
-                if layer.ratio == 2:
-                    self._know(pool.pending_pairs(layer.layer_id), f"pending pairs of layer {layer.layer_id}")
-
-    def _know(self, cache: Tensor, name: str, per_row: int = 1) -> None:
-        self.stamps[cache.data_ptr()] = _zeros(cache.shape[:-1].numel() * per_row, cache.device)
-        self.names[cache.data_ptr()] = name
-
-    def begin(self, meta: Csa2Metadata, batch: Any) -> None:
-        """A forward starts: its rows' slots are allocated anew, new requests adopt the prefix that they found."""
-        if meta.selection is self.selection:
-            raise CheckError("the selection of an earlier forward is this forward's: it must be made anew")
-        self.selection = meta.selection
-        rids = getattr(batch, "rids", None) or [None] * len(batch.req_pool_indices)
-        live = meta.positions >= 0
-        requests, positions = meta.requests[live], meta.positions[live]
-        for slot, rid in zip(batch.req_pool_indices.tolist(), rids, strict=True):
-            own = positions[requests == slot]
-            if len(own) == 0:
-                continue
-            first = int(own[0])
-            found = self.table[slot, :first]
-            # The host puts a cached page in the place of its copy that a request has just computed.
-            if (
-                self.lengths.get(slot) != first
-                or self.owners.get(slot) != rid
-                or not found.equal(self.seen[slot, :first])
-            ):
-                self._adopt(slot, first)
-            self.seen[slot, : first + len(own)] = self.table[slot, : first + len(own)]
-            self.lengths[slot], self.owners[slot] = first + len(own), rid
-            full = self.table[slot, first : first + len(own)].long()
-            serials = torch.arange(self.next_serial, self.next_serial + len(own), device=full.device)
-            self.next_serial += len(own)
-            self.serial[full], self.position[full] = serials, own
-            self.expected[slot, first : first + len(own)] = serials
-            if first:
-                self.before[full[0]] = self.expected[slot, first - 1]
-            self.before[full[1:]] = serials[:-1]
-
-    def _adopt(self, slot: int, length: int) -> None:
-        full = self.table[slot, :length].long()
-        serials = self.serial[full]
-        whole = (serials > 0) & (self.position[full] == torch.arange(length, device=full.device))
-        # Pages are the host's to put together; inside one the tokens follow each other.
-        borders = torch.arange(1, max(length, 1), device=full.device) % PAGE_TOKENS == 0
-        whole[1:] &= borders | (self.before[full[1:]] == serials[:-1])
-        if not whole.all():
-            broken = int((~whole).nonzero()[0])
-            raise CheckError(
-                f"request slot {slot} starts on a cached prefix of {length} tokens whose position {broken} (slot "
-                f"{int(full[broken])}) was never written or belongs to another sequence"
-            )
-        self.expected[slot, :length] = serials
-
-    def rows(self, meta: Csa2Metadata, offset: int = 0) -> Tensor:
-        """Serials that the rows' requests expect at the rows' positions, minus an offset."""
-        return self.expected[meta.requests, (meta.positions - offset).clamp(min=0)]
-
-    def stamp(self, cache: Tensor, slots: Tensor, serials: Tensor) -> None:
-        live = slots >= 0
-        self.stamps[cache.data_ptr()][slots[live].long()] = serials[live]
-
-    def read(self, cache: Tensor, slots: Tensor, serials: Tensor) -> None:
-        """Every slot that is not negative must bear its serial."""
-        stamps = self.stamps[cache.data_ptr()]
-        live = slots >= 0
-        outside = live & (slots >= len(stamps))
-        wrong = live & (outside | (stamps[slots.clamp(0, len(stamps) - 1).long()] != serials) | (serials == 0))
-        if wrong.any():
-            place = tuple(wrong.nonzero()[0].tolist())
-            raise CheckError(
-                f"{self.names[cache.data_ptr()]}: slot {int(slots[place])} is read, but was not written since it was "
-                f"allocated by the request or prefix that reads it (row {place[0]} of the forward)"
-            )
+    backend.forward = checked_forward
 
 
 class CheckedOps:
-    """A route with stamps on its stores and questions before its reads."""
+    """A route with stamps on its stores and questions before its reads.
+
+    compressed_stores: how many it made. attending: the plan of the layer whose attention runs, written by `install`'s.
+    """
 
     sparse_prefill = None
 
     def __init__(self, inner: Any, ledger: Ledger):
         self.inner, self.ledger, self.name, self.compressed_stores = inner, ledger, inner.name, 0
+        self.attending: Any = None
 
     @property
     def meta(self) -> Csa2Metadata:
@@ -172,26 +82,33 @@ class CheckedOps:
         ledger, meta = self.ledger, self.meta
         self.compressed_stores += 1
         if pending is not None:
-            self._pending(meta, pending, lambda ring, serials: ledger.read(pending, ring, serials), reads=True)
+            ledger.read(pending, *self._waiting(rows))
         entries = self.inner.main_kv_store(kv, score, rows, pending, norm, table, cache)
         if pending is not None:
-            self._pending(meta, pending, lambda ring, serials: ledger.stamp(pending, ring, serials), reads=False)
+            ledger.stamp(pending, *self._left_waiting(rows))
         ledger.stamp(cache, entries.slots, self._entry_serials(rows, entries, meta))
         return entries
 
-    def _pending(self, meta: Csa2Metadata, pending: Tensor, act, *, reads: bool) -> None:
-        """Ring rows that this forward's odd first rows read, or its even last rows leave, and their serials."""
-        ring = self.ledger.backend.token_to_kv_pool.pending_ring
-        requests, positions = meta.requests, meta.positions
-        border = torch.ones_like(positions, dtype=torch.bool)
-        if reads:
-            border[1:] = requests[1:] != requests[:-1]
-        else:
-            border[:-1] = requests[1:] != requests[:-1]
-        chosen = border & (positions % 2 == int(reads)) & (positions >= 0)
-        at = positions - int(reads)
-        ring_rows = torch.where(chosen, requests * ring + at % ring, -1)
-        act(ring_rows, self.ledger.rows(meta, int(reads)))
+    def _waiting(self, rows: RatioRows | DecodeRatioRows) -> tuple[Tensor, Tensor]:
+        """Ring rows that the rows say are read, -1 elsewhere, and the serials of the even tokens that belong there."""
+        expected, meta = self.ledger.expected, self.meta
+        if isinstance(rows, DecodeRatioRows):
+            ring, first, live = _ring(rows)
+            return ring.masked_fill(~live | (rows.positions % 2 == 0), -1), expected[meta.requests, first]
+        requests, partners = meta.requests[rows.entry_rows], rows.partner_rows
+        inside = partners >= 0
+        for mine, what in ((meta.requests, requests), (meta.positions, rows.entry_positions)):
+            if (mine[partners.clamp(min=0)] != what)[inside].any():
+                raise CheckError("a pair is closed with a row that is not its even token")
+        return rows.pending_reads.masked_fill(inside, -1), expected[requests, rows.entry_positions]
+
+    def _left_waiting(self, rows: RatioRows | DecodeRatioRows) -> tuple[Tensor, Tensor]:
+        """Ring rows that the rows say are written, -1 elsewhere, and the serials of the tokens left there."""
+        serials = self.ledger.rows(self.meta)
+        if isinstance(rows, DecodeRatioRows):
+            ring, _, live = _ring(rows)
+            return ring.masked_fill(~live | (rows.positions % 2 == 1), -1), serials
+        return rows.pending_writes, serials[rows.pending_rows]
 
     def _entry_serials(self, rows, entries, meta: Csa2Metadata) -> Tensor:
         of = meta.requests if not hasattr(rows, "entry_rows") else meta.requests[rows.entry_rows]
@@ -199,33 +116,53 @@ class CheckedOps:
 
     def index_k_store(self, key, norm, table, entries, cache) -> None:
         self.inner.index_k_store(key, norm, table, entries, cache)
-        rows = self.meta.ratios[self._ratio(cache)]
-        self.ledger.stamp(cache, entries.slots, self._entry_serials(rows, entries, self.meta))
-
-    def _ratio(self, cache: Tensor) -> int:
-        backend = self.ledger.backend
-        sources = [spec for spec in backend.plan.layers if spec.writes_cache]
-        pool = backend.token_to_kv_pool
-        return next(s.ratio for s in sources if pool.index_cache(s.layer_id).data_ptr() == cache.data_ptr())
+        ledger, sources = self.ledger, self.ledger.backend.plan.kv_sources
+        ratio = next(s.ratio for s in sources if ledger.caches["index K", s.layer_id] == cache.data_ptr())
+        ledger.stamp(cache, entries.slots, self._entry_serials(self.meta.ratios[ratio], entries, self.meta))
 
     def lists(self, meta: Csa2Metadata, ratio: int, topk: int) -> Any:
         return self.inner.lists(meta, ratio, topk)
 
     def sparse_attention(self, q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists=None) -> Tensor:
-        ledger, meta = self.ledger, self.meta
-        count = (swa_slots >= 0).sum(-1, keepdim=True)
-        offsets = torch.arange(swa_slots.shape[1], device=swa_slots.device)
-        at = (meta.positions[:, None] - count + 1 + offsets).clamp(min=0)
-        at = torch.minimum(at, meta.positions.clamp(min=0)[:, None])
-        ledger.read(swa_cache, swa_slots, ledger.expected[meta.requests[:, None], at])
-        if main_slots is not None:
-            chosen = [(source, topk) for source, topk in meta.selection.topk.items() if topk.slots is main_slots]
-            if not chosen:
-                raise CheckError("a layer attends by a selection that was not published in this forward")
-            source, topk = chosen[0]
-            first = topk.positions.long().clamp(min=0) * ledger.backend.plan[source].ratio
-            ledger.read(main_cache, main_slots, ledger.expected[meta.requests[:, None], first])
+        self._check_window(swa_cache, swa_slots, lists)
+        self._check_main(main_cache, main_slots, lists)
         return self.inner.sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists)
+
+    def _check_window(self, cache: Tensor, slots: Tensor, lists: Any) -> None:
+        ledger, meta, layer = self.ledger, self.meta, self.attending
+        ledger.same(cache, "window KV", layer.layer_id, layer.layer_id)
+        at = meta.window_first[:, None] + torch.arange(slots.shape[1], device=slots.device)
+        listed = at <= meta.positions[:, None]
+        if not torch.equal(slots >= 0, listed):
+            raise CheckError(f"layer {layer.layer_id} does not attend to the whole window of every row")
+        places = at.clamp(max=ledger.expected.shape[1] - 1)
+        ledger.read(cache, slots, ledger.expected[meta.requests[:, None], places])
+        if lists is not None and (lists.swa_lengths < listed.sum(-1)).any():
+            raise CheckError(f"layer {layer.layer_id} looks at fewer window slots than are listed")
+
+    def _check_main(self, cache: Tensor | None, slots: Tensor | None, lists: Any) -> None:
+        ledger, meta, layer = self.ledger, self.meta, self.attending
+        if layer.index_source is None:
+            if slots is not None:
+                raise CheckError(f"layer {layer.layer_id} attends to its window alone and was given main KV")
+            return
+        cache = ledger.same(cache, "main KV", layer.kv_source, layer.layer_id)
+        topk = meta.selection.topk.get(layer.index_source)
+        if topk is None or topk.slots is not slots:
+            raise CheckError(
+                f"layer {layer.layer_id} attends by a selection that layer {layer.index_source}, its index source, has "
+                "not published in this forward"
+            )
+        first = topk.positions.long().clamp(min=0) * layer.ratio
+        ledger.read(cache, slots, ledger.expected[meta.requests[:, None], first])
+        if lists is not None and (lists.main_lengths < (slots >= 0).sum(-1)).any():
+            raise CheckError(f"layer {layer.layer_id} looks at fewer chosen slots than are listed")
+
+
+def _ring(rows: DecodeRatioRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Ring row of each decode row's pair, position of the pair's first token, and which rows are not padding."""
+    first = (rows.positions - rows.positions % 2).clamp(min=0)
+    return rows.requests * rows.ring + first % rows.ring, first, (rows.requests >= 0) & (rows.out_slots >= 0)
 
 
 class CheckedIndexer:
@@ -235,7 +172,8 @@ class CheckedIndexer:
         self.inner, self.ledger = inner, ledger
 
     def choose(self, layer, q, weights, cache, meta: Csa2Metadata) -> None:
-        visible = meta.ratios[layer.ratio].visible
+        visible, config = meta.ratios[layer.ratio].visible, self.inner.config
+        self.ledger.same(cache, "index K", layer.kv_source, layer.layer_id)
         self._scan(layer, cache, meta, visible)
         self.inner.choose(layer, q, weights, cache, meta)
         topk = meta.selection.topk[layer.layer_id]
@@ -247,23 +185,36 @@ class CheckedIndexer:
             topk.slots.long(), meta.tables.compressed_slots(meta.requests[:, None], positions, layer.ratio)
         ):
             raise CheckError(f"{what} has slots that are not its entries'")
-        size = self.inner.config.candidate_block_size
-        if layer.is_candidate_source and (pool := meta.selection.pools[layer.layer_id]) is not None:
-            _ascending(pool.long(), f"the candidate pool of layer {layer.layer_id}")
-            newest = torch.where(visible > 0, (visible - 1) // size, -1)
-            if (pool.amax(-1) != newest).any():
-                raise CheckError(
-                    f"the candidate pool of layer {layer.layer_id} does not end with its row's newest block"
-                )
+        if layer.is_candidate_source:
+            self._check_pool(layer, meta.selection.pools[layer.layer_id], visible)
         pool = meta.selection.pools.get(layer.pool_source) if layer.pool_source is not None else None
+        eligible = visible
         if pool is not None:
-            blocks = positions // size
-            # Ascending to the end, so that each row can be searched.
-            sought = pool.long().masked_fill(pool < 0, 1 << 62)
-            place = torch.searchsorted(sought, blocks.contiguous()).clamp(max=sought.shape[1] - 1)
-            inside = sought.gather(1, place) == blocks
-            if ((positions >= 0) & ~inside).any():
-                raise CheckError(f"{what} leaves the candidate pool of layer {layer.pool_source}")
+            self._check_inside(pool, positions, what, layer)
+            sizes = (visible[:, None] - pool.long() * config.candidate_block_size).clamp(0, config.candidate_block_size)
+            eligible = sizes.masked_fill(pool < 0, 0).sum(-1)
+        _complete(positions, eligible.clamp(max=config.index_topk), what)
+
+    def _check_pool(self, layer, pool: Tensor | None, visible: Tensor) -> None:
+        config, what = self.inner.config, f"the candidate pool of layer {layer.layer_id}"
+        if pool is None:
+            if (visible > config.candidate_pool_entries).any():
+                raise CheckError(f"{what} was not published, and a row sees more entries than it holds")
+            return
+        _ascending(pool.long(), what)
+        newest = torch.where(visible > 0, (visible - 1) // config.candidate_block_size, -1)
+        if (pool.amax(-1) != newest).any():
+            raise CheckError(f"{what} does not end with its row's newest block")
+        _complete(pool, (newest + 1).clamp(max=config.candidate_topk_blocks), what)
+
+    def _check_inside(self, pool: Tensor, positions: Tensor, what: str, layer) -> None:
+        blocks = positions // self.inner.config.candidate_block_size
+        # Ascending to the end, so that each row can be searched.
+        sought = pool.long().masked_fill(pool < 0, 1 << 62)
+        place = torch.searchsorted(sought, blocks.contiguous()).clamp(max=sought.shape[1] - 1)
+        inside = sought.gather(1, place) == blocks
+        if ((positions >= 0) & ~inside).any():
+            raise CheckError(f"{what} leaves the candidate pool of layer {layer.pool_source}")
 
     def _scan(self, layer, cache: Tensor, meta: Csa2Metadata, visible: Tensor) -> None:
         """Every entry that a request's last row sees has its key."""
@@ -275,8 +226,15 @@ class CheckedIndexer:
             self.ledger.read(cache, slots, self.ledger.expected[request, entries * layer.ratio])
 
 
-def _zeros(count: int, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=torch.int64, device=device)
+def _complete(choice: Tensor, wanted: Tensor, what: str) -> None:
+    """Rows hold as many places as there are to hold."""
+    counts = (choice >= 0).sum(-1)
+    if (wrong := counts != wanted).any():
+        row = int(wrong.nonzero()[0])
+        raise CheckError(
+            f"{what} holds {int(counts[row])} in row {row}, where there are {int(wanted[row])} to choose; "
+            "scores of NaN are never chosen"
+        )
 
 
 def _ascending(choice: Tensor, what: str) -> None:

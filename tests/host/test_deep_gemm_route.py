@@ -63,8 +63,10 @@ def _select_slots(scores, maxima, blocks, visible, k, table, requests, ratio):
 SELECTING = SimpleNamespace(best_blocks=_best_blocks, select_slots=_select_slots)
 
 
+@pytest.mark.parametrize("checked", [False, True], ids=["", "checked"])
 @pytest.mark.parametrize("tile_bytes", [1 << 30, 40_000], ids=["one tile", "tiles of rows"])
-def test_choices_are_the_references(monkeypatch, tile_bytes):
+def test_choices_are_the_references(monkeypatch, tile_bytes, checked):
+    monkeypatch.setenv(envs.CHECK, str(int(checked)))
     monkeypatch.setattr(indexer_deep_gemm, "_TILE_BYTES", tile_bytes)
     # The pool's pages are as with the flag; that the CPU has no DeepGEMM is not the question here.
     monkeypatch.setenv(envs.DEEP_GEMM_INDEXER, "1")
@@ -73,8 +75,13 @@ def test_choices_are_the_references(monkeypatch, tile_bytes):
     bench = Bench()
     assert bench.pool.index_cache(2).shape[1] == 128 * 68
     scores = Scores()
-    bench.backend.indexer = DeepGemmIndexer(bench.plan, scores)
-    bench.backend.indexer._kernels = SELECTING
+    indexer = DeepGemmIndexer(bench.plan, scores)
+    indexer._kernels = SELECTING
+    if checked:
+        # The books hold pages of 128 slots too.
+        bench.backend.indexer.inner = indexer
+    else:
+        bench.backend.indexer = indexer
     request, other = Request.draw(400, seed=1, slot=3), Request.draw(300, seed=2, slot=1)
     bench.forward([(request, 301), (other, 7)])
     bench.forward([(other, 1), (request, 99)])

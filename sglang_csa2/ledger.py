@@ -1,0 +1,186 @@
+"""Who wrote what: the books behind `checks`.
+
+Each row's token gets a serial number, kept per full-pool slot with its position and the serial of the token before it.
+A store stamps its record with the serial; a read compares the stamp with the serial that the reading request expects
+at that position. A request expects its own rows' serials, and those of the prefix that it found in the tables, whose
+pages must each be one unbroken chain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_csa2.layout import PAGE_TOKENS
+from sglang_csa2.metadata import Csa2Metadata
+
+
+class CheckError(AssertionError):
+    """An invariant of the pool or of a selection does not hold."""
+
+
+class Ledger:
+    """Serials per full-pool slot, stamps per record, and what each request slot expects.
+
+    serial, position, before: int64 [full slots] of each slot's token, 0 where none was written; `before` is the serial
+        of the token that precedes it. expected: int64 [request slots, context] serials by position.
+    stamps: per cache, by its address, int64 [slots]; names: what people call it. caches: addresses by kind and layer.
+    """
+
+    def __init__(self, backend: Any):
+        self.backend, pool = backend, backend.token_to_kv_pool
+        self.table = backend.req_to_token_pool.req_to_token
+        slots, device = pool.full_to_swa_index_mapping.shape[0], self.table.device
+        self.serial, self.before, self.position = (_zeros(slots, device) for _ in range(3))
+        self.expected = torch.zeros(self.table.shape, dtype=torch.int64, device=device)
+        self.seen = torch.zeros_like(self.table)
+        self.lengths: dict[int, int] = {}
+        self.owners: dict[int, Any] = {}
+        self.next_serial = 1
+        self.selection: Any = None
+        self.stamps: dict[int, Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.caches: dict[tuple[str, int], int] = {}
+        for layer in backend.plan.layers:
+            one = layer.layer_id
+            self._know("window KV", one, pool.swa_cache(one))
+            if layer.writes_cache:
+                self._know("main KV", one, pool.main_cache(one))
+                self._know("index K", one, pool.index_cache(one), per_row=pool.index_page_slots)
+                if layer.ratio == 2:
+                    self._know("pending pairs", one, pool.pending_pairs(one))
+
+    def _know(self, kind: str, layer_id: int, cache: Tensor, per_row: int = 1) -> None:
+        address = cache.data_ptr()
+        self.stamps[address] = _zeros(cache.shape[:-1].numel() * per_row, cache.device)
+        self.names[address] = f"{kind} of layer {layer_id}"
+        self.caches[kind, layer_id] = address
+
+    def same(self, cache: Tensor | None, kind: str, source: int, layer_id: int) -> Tensor:
+        """The cache, which must be the one of this kind that `source` keeps."""
+        if cache is None or cache.data_ptr() != self.caches[kind, source]:
+            read = "nothing" if cache is None else self.names.get(cache.data_ptr(), "what is not the pool's")
+            raise CheckError(f"layer {layer_id} reads {read}, not {kind} of layer {source}")
+        return cache
+
+    def begin(self, meta: Csa2Metadata, batch: Any) -> None:
+        """A forward starts: its rows' slots are allocated anew, new requests adopt the prefix that they found."""
+        if meta.selection is self.selection:
+            raise CheckError("the selection of an earlier forward is this forward's: it must be made anew")
+        self.selection = meta.selection
+        live = self._check_rows(meta, batch)
+        rids = getattr(batch, "rids", None) or [None] * len(batch.req_pool_indices)
+        requests, positions = meta.requests[live], meta.positions[live]
+        for slot, rid in zip(batch.req_pool_indices.tolist(), rids, strict=True):
+            own = positions[requests == slot]
+            if len(own) == 0:
+                continue
+            first = int(own[0])
+            found = self.table[slot, :first]
+            # The host puts a cached page in the place of its copy that a request has just computed.
+            if (
+                self.lengths.get(slot) != first
+                or self.owners.get(slot) != rid
+                or not found.equal(self.seen[slot, :first])
+            ):
+                self._adopt(slot, first)
+            self.seen[slot, : first + len(own)] = self.table[slot, : first + len(own)]
+            self.lengths[slot], self.owners[slot] = first + len(own), rid
+            full = self.table[slot, first : first + len(own)].long()
+            serials = torch.arange(self.next_serial, self.next_serial + len(own), device=full.device)
+            self.next_serial += len(own)
+            self.serial[full], self.position[full] = serials, own
+            self.expected[slot, first : first + len(own)] = serials
+            if first:
+                self.before[full[0]] = self.expected[slot, first - 1]
+            self.before[full[1:]] = serials[:-1]
+
+    def _check_rows(self, meta: Csa2Metadata, batch: Any) -> Tensor:
+        """The rows are the batch's, by the host's own numbers; bool [rows] those that are not padding."""
+        lengths = batch.seq_lens_cpu.tolist()
+        counts = [1] * len(lengths) if batch.forward_mode.is_decode() else list(batch.extend_seq_lens_cpu)
+        slots = batch.out_cache_loc.long()
+        live = slots > 0
+        device = meta.positions.device
+        positions = torch.cat([torch.arange(n - count, n) for n, count in zip(lengths, counts, strict=True)])
+        requests = batch.req_pool_indices.long().repeat_interleave(torch.tensor(counts, device=device))
+        _equal(meta.positions[live], positions.to(device)[live], "positions", "the host's")
+        _equal(meta.requests[live], requests[live], "requests", "the host's")
+        _equal(self.table[meta.requests, meta.positions.clamp(min=0)].long()[live], slots[live], "slots", "the table's")
+        _equal(meta.positions[~live], meta.positions[~live].clamp(max=-1), "positions of padding", "negative")
+        _equal(meta.window_first, self._window_first(meta.positions), "first window positions", "a window before")
+        for ratio, rows in meta.ratios.items():
+            visible = (meta.positions + 1) // ratio
+            _equal(rows.visible, visible, f"visible entries at ratio {ratio}", "the complete ones")
+        return live
+
+    def begin_tail(self, whole: Csa2Metadata, tail: Csa2Metadata, rows: Tensor) -> None:
+        """Bounded replay's rows are the last ones of the forward, each with what it sees."""
+        _equal(tail.positions, whole.positions[rows], "positions of the replayed tail", "the forward's")
+        _equal(tail.requests, whole.requests[rows], "requests of the replayed tail", "the forward's")
+        # A request's floor, where it has one, is a window before its end: none of its rows sees further back.
+        plain = self._window_first(tail.positions)
+        last = torch.stack([tail.positions[tail.requests == one].amax() for one in tail.requests])
+        floored = torch.maximum(plain, self._window_first(last))
+        wanted = torch.where(tail.window_first == plain, plain, floored)
+        _equal(tail.window_first, wanted, "first window positions of the tail", "a window before it or its end")
+        for ratio, kept in tail.ratios.items():
+            _equal(
+                kept.visible, whole.ratios[ratio].visible[rows], f"visible entries of the tail, ratio {ratio}", "all"
+            )
+
+    def _window_first(self, positions: Tensor) -> Tensor:
+        return (positions - self.backend.plan.config.sliding_window + 1).clamp(min=0)
+
+    def _adopt(self, slot: int, length: int) -> None:
+        full = self.table[slot, :length].long()
+        serials = self.serial[full]
+        whole = (serials > 0) & (self.position[full] == torch.arange(length, device=full.device))
+        # Pages are the host's to put together; inside one the tokens follow each other.
+        borders = torch.arange(1, max(length, 1), device=full.device) % PAGE_TOKENS == 0
+        whole[1:] &= borders | (self.before[full[1:]] == serials[:-1])
+        if not whole.all():
+            broken = int((~whole).nonzero()[0])
+            raise CheckError(
+                f"request slot {slot} starts on a cached prefix of {length} tokens whose position {broken} (slot "
+                f"{int(full[broken])}) was never written or belongs to another sequence"
+            )
+        self.expected[slot, :length] = serials
+
+    def rows(self, meta: Csa2Metadata, offset: int = 0) -> Tensor:
+        """Serials that the rows' requests expect at the rows' positions, minus an offset."""
+        return self.expected[meta.requests, (meta.positions - offset).clamp(min=0)]
+
+    def stamp(self, cache: Tensor, slots: Tensor, serials: Tensor) -> None:
+        live = slots >= 0
+        self.stamps[cache.data_ptr()][slots[live].long()] = serials[live]
+
+    def read(self, cache: Tensor, slots: Tensor, serials: Tensor) -> None:
+        """Every slot that is not negative must bear its serial."""
+        stamps = self.stamps[cache.data_ptr()]
+        live = slots >= 0
+        outside = live & (slots >= len(stamps))
+        wrong = live & (outside | (stamps[slots.clamp(0, len(stamps) - 1).long()] != serials) | (serials == 0))
+        if wrong.any():
+            place = tuple(wrong.nonzero()[0].tolist())
+            raise CheckError(
+                f"{self.names[cache.data_ptr()]}: slot {int(slots[place])} is read, but was not written since it was "
+                f"allocated by the request or prefix that reads it (row {place[0]} of the forward)"
+            )
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=device)
+
+
+def _equal(mine: Tensor, wanted: Tensor, what: str, whose: str) -> None:
+    if mine.shape != wanted.shape:
+        raise CheckError(f"the forward has {len(mine)} {what}, not {len(wanted)}")
+    if (wrong := mine != wanted).any():
+        row = int(wrong.flatten().nonzero()[0])
+        raise CheckError(
+            f"the {what} of the forward are not {whose}: place {row} is {int(mine.flatten()[row])}, "
+            f"not {int(wanted.flatten()[row])}"
+        )
