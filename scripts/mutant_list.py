@@ -1,8 +1,8 @@
-"""The faults of scripts/mutants.py."""
+"""Faults of scripts/mutants.py in pool, selection and metadata code."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mutant import Mutant
 
 METADATA = "tests/unit/test_metadata.py"
 KERNELS = "tests/unit/test_kernels.py"
@@ -10,19 +10,6 @@ PLAN = "tests/unit/test_config_and_plan.py"
 BACKEND = "tests/host/test_backend.py"
 PAIRING = "tests/conformance/test_pairing.py"
 PADDING = "tests/conformance/test_padding.py"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """`old` occurs once in `path`; `test` is pytest's name of what must fail."""
-
-    name: str
-    path: str
-    old: str
-    new: str
-    test: str
-
-
 _META, _TOPK = "sglang_csa2/metadata.py", "kernels/topk.py"
 _CHUNKS = f"{PAIRING}::test_a_chunk_border_inside_a_pair_changes_nothing"
 _ENTRIES = f"{METADATA}::test_entries_pairs_and_pending_halves"

@@ -1,4 +1,4 @@
-"""Small faults in pool, selection and metadata code, each of which some fast test must catch.
+"""Small faults in pool, selection, metadata, checks and kernels, each of which some fast test must catch.
 
     python scripts/mutants.py [--only NAME ...] [--write]      --write makes tests/mutants.md from the result
 
@@ -18,10 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from mutant_list import MUTANTS, Mutant
+from mutant import Mutant
+from mutant_list import MUTANTS as CORE_MUTANTS
+from mutant_list_more import CHECK_MUTANTS, KERNEL_MUTANTS
 
 REPOSITORY = Path(__file__).parents[1]
 TABLE = REPOSITORY / "tests" / "mutants.md"
+MUTANTS = CORE_MUTANTS + CHECK_MUTANTS + KERNEL_MUTANTS
 
 
 def copy_package(folder: Path, mutant: Mutant | None = None) -> None:

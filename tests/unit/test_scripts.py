@@ -53,3 +53,28 @@ def test_soak_asks_for_metrics(monkeypatch):
     monkeypatch.setattr(soak.requests, "get", lambda *request, **options: type("Answer", (), {"text": "Not Found"}))
     with pytest.raises(SystemExit, match="start the server with --enable-metrics"):
         run.books()
+
+
+@pytest.mark.parametrize("broken", [None, "bench_prefill.py"])
+def test_bench_runs_every_table_and_says_what_failed(tmp_path, broken):
+    seen, python = tmp_path / "seen", tmp_path / "python"
+    fails = f"*{broken}*) exit 3;; " if broken else ""
+    python.write_text(f'#!/bin/sh\necho "$*" >> {seen}\ncase "$*" in {fails}esac\n')
+    python.chmod(0o755)
+    command = ["bash", str(REPOSITORY / "scripts" / "bench.sh"), str(tmp_path / "out")]
+    run = subprocess.run(command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+    lines = seen.read_text()
+    for part in ("bench_decode.py attention", "bench_decode.py layer", "bench_prefill.py memory", "bench_routes.py"):
+        assert part in lines
+    assert "plot_decode.py" in lines.splitlines()[-1]
+    assert run.returncode == (1 if broken else 0)
+    assert ("failed: prefill-scores prefill-reindex prefill-memory" in run.stderr) == bool(broken)
+    assert (tmp_path / "out" / "decode-layer.log").exists()
+
+
+def test_bench_needs_a_gpu_and_a_folder(tmp_path):
+    command = ["bash", str(REPOSITORY / "scripts" / "bench.sh")]
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == 2
+    run = subprocess.run([*command, str(tmp_path / "out")], env=environment, capture_output=True, text=True)
+    assert run.returncode == 1 and "no CUDA GPU is visible" in run.stderr and not (tmp_path / "out").exists()
