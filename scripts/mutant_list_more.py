@@ -130,7 +130,7 @@ KERNEL_MUTANTS = (
         "kernels/csrc/sparse_attention.cu",
         "kUnshift / (shared.totals[thread] + fast_exp2(sink_log2(thread) - shared.peaks[thread]));",
         "kUnshift / shared.totals[thread];",
-        f"{_ATTENTION}::test_rows_taken_in_turn",
+        f"{_ATTENTION}::test_scores_that_grow_and_sinks",
     ),
     Mutant(
         "CUDA C++: splits joined without their peaks",
