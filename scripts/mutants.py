@@ -1,4 +1,4 @@
-"""Small faults in pool, selection and metadata code, each of which some fast test must catch.
+"""Small faults in pool, selection, metadata and metrics code, each of which some fast test must catch.
 
     python scripts/mutants.py [--only NAME ...] [--write]      --write makes tests/mutants.md from the result
 
