@@ -9,6 +9,7 @@ To add a route, add its row to `ROUTES` above the ones that it wins against, and
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -278,6 +279,7 @@ _FILES = {
 }
 
 
+@functools.cache
 def route_of(kernel: Any) -> str:
     """The route that a kernel belongs to: a module of `kernels` or a function of one; a stranger's module otherwise."""
     module: str = getattr(kernel, "__module__", None) or getattr(kernel, "__name__", None) or "?"
