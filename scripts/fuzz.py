@@ -17,6 +17,7 @@ A failing schedule is made smaller for a while and saved as JSON under tests/con
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -35,6 +36,8 @@ CASE_BOUND, MEAN_BOUND, MARGIN, REPLAY_BOUND = 0.12, 0.06, 0.3, 0.5
 # Of the TOP best tokens after a prompt.
 LEAST_COMMON = 15
 SCHEDULES_PER_ENGINE = 3
+# With less time left than this an engine goes on: another one would be stopped soon after its start.
+WORTH_A_START = 45
 SHRINK_SECONDS = 300
 
 
@@ -165,8 +168,8 @@ class Fuzzer:
                 engine = self.engine(config)
                 baseline = engine.counts()
                 deadline = deadline or time.monotonic() + minutes * 60
-                for _ in range(SCHEDULES_PER_ENGINE):
-                    if time.monotonic() > deadline:
+                for played in itertools.count():
+                    if is_enough(played, deadline - time.monotonic()):
                         break
                     schedule = draw_schedule(f"{seed}/{rng.randrange(1 << 30)}", config)
                     if problems := self._attempt(engine, schedule):
@@ -243,6 +246,11 @@ def kind(number: int) -> dict[str, bool]:
     """
     check, mixed = (number + number // 4) % 2 == 0, number % 4 < 2
     return {"replay": number % 4 == 3, "check": check, "mixed": mixed, "small": number % 3 == 0}
+
+
+def is_enough(played: int, seconds_left: float) -> bool:
+    """Whether an engine has played its schedules, or the run's time is up."""
+    return seconds_left < 0 or (played >= SCHEDULES_PER_ENGINE and seconds_left > WORTH_A_START)
 
 
 def _is_whole(answer: Answer, count: int) -> bool:

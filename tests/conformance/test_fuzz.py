@@ -63,6 +63,12 @@ def test_engines_are_of_every_kind():
     assert "32 with checks" in str(tally)
 
 
+def test_a_run_ends_in_time_and_starts_no_engine_in_vain():
+    last = fuzz.SCHEDULES_PER_ENGINE
+    assert not fuzz.is_enough(0, 60) and not fuzz.is_enough(last - 1, 600) and not fuzz.is_enough(last + 1, 20)
+    assert fuzz.is_enough(last, 600) and fuzz.is_enough(0, -1) and fuzz.is_enough(last + 1, -1)
+
+
 def test_schedules_are_of_every_kind():
     """Prompts in chunks of every size, prefixes of whole pages that several share, more than a small pool holds."""
     schedules = [draw_schedule(f"7/{n}", EngineConfig()) for n in range(200)]
