@@ -5,9 +5,11 @@
 
 A request that ends must give the tokens that it gives alone while every margin between the best two log-probabilities
 is above 0.3; its log-probabilities stay within the golden bounds of the ones alone, or, where the tokens have parted
-at a thin margin, of the ones forced along its own tokens. After each engine's schedules the pools' books are what they
-were before. Every fourth engine runs decoder SWA bounded replay, which is approximate by design: there only
-log-probabilities are compared, with a wider bound. `--exact` asks for equal log-probabilities wherever replay is off.
+at a thin margin, of the ones forced along its own tokens. Of the twenty best tokens after the prompt at least fifteen
+are the ones alone. A request that is aborted is held to the same with what it gave before. After each engine's
+schedules the pools' books are what they were before. Half of the engines check the pool's invariants in every forward.
+Every fourth engine runs decoder SWA bounded replay, which is approximate by design: there only log-probabilities are
+compared, with a wider bound. `--exact` asks for equal log-probabilities wherever replay is off.
 
 A failing schedule is made smaller for a while and saved as JSON under tests/conformance/schedules/.
 """
@@ -15,48 +17,75 @@ A failing schedule is made smaller for a while and saved as JSON under tests/con
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fuzz_engine import MODEL, Answer, EngineDied, EngineProcess
-from fuzz_schedule import EngineConfig, Schedule, draw_schedule, smaller
+from fuzz_engine import MODEL, TOP, Answer, EngineProcess
+from fuzz_schedule import SMALL_POOL, EngineConfig, Request, Schedule, draw_schedule, smaller
 
 SAVED = Path(__file__).parents[1] / "tests" / "conformance" / "schedules"
 # tests/golden/README.md; the last is how far bounded replay may move a request's log-probabilities.
 CASE_BOUND, MEAN_BOUND, MARGIN, REPLAY_BOUND = 0.12, 0.06, 0.3, 0.5
-SCHEDULES_PER_ENGINE = 8
+# Of the TOP best tokens after a prompt.
+LEAST_COMMON = 15
+SCHEDULES_PER_ENGINE = 3
+# With less time left than this an engine goes on: another one would be stopped soon after its start.
+WORTH_A_START = 45
 SHRINK_SECONDS = 300
 
 
 @dataclass
 class Tally:
-    """What a run has seen."""
+    """What a run has seen. engines: by what they were started with; prompts: by what happened to them."""
 
     schedules: int = 0
-    engines: int = 0
+    engines: Counter = field(default_factory=Counter)
     compared: int = 0
     equal: int = 0
     forced: int = 0
     aborted: int = 0
-    retracted: int = 0
-    cache_hits: int = 0
+    aborted_compared: int = 0
+    prompts: Counter = field(default_factory=Counter)
     tokens: int = 0
+    least_common: int = TOP
     differences: list[float] = field(default_factory=list)
     replay_differences: list[float] = field(default_factory=list)
+
+    def start(self, config: EngineConfig) -> None:
+        self.engines["all"] += 1
+        self.engines[f"chunks of {config.chunked_prefill_size}"] += 1
+        self.engines["checks"] += config.check
+        self.engines["mixed chunks"] += config.mixed_chunk
+        self.engines["bounded replay"] += config.replay
+        self.engines["a small pool"] += config.max_total_tokens <= SMALL_POOL
+        self.engines["a prefix cache"] += config.radix_cache
+
+    def see(self, config: EngineConfig, prompt: list[int], answer: Answer) -> None:
+        self.compared += 1
+        self.tokens += len(answer.ids)
+        self.prompts["retracted"] += answer.retractions > 0
+        self.prompts["retracted for want of room"] += answer.retractions > 0 and not config.retract_every
+        self.prompts["on cached prefixes"] += answer.cached > 0
+        self.prompts["in chunks"] += len(prompt) - answer.cached > config.chunked_prefill_size
 
     def __str__(self) -> str:
         mean = statistics.fmean(self.differences) if self.differences else 0.0
         replay = max(self.replay_differences, default=0.0)
+        engines = ", ".join(f"{count} with {what}" for what, count in sorted(self.engines.items()) if what != "all")
+        prompts = "".join(f", {count} {what}" for what, count in sorted(self.prompts.items()))
         return (
-            f"{self.schedules} schedules on {self.engines} engines: {self.compared} requests compared ({self.equal} "
-            f"equal to the last bit, {self.forced} forced), {self.aborted} aborted, {self.retracted} retracted, "
-            f"{self.cache_hits} on cached prefixes, {self.tokens} tokens; difference without replay mean {mean:.4f} "
-            f"max {max(self.differences, default=0.0):.4f}, with replay max {replay:.4f}"
+            f"{self.schedules} schedules on {self.engines['all']} engines ({engines}): {self.compared} requests "
+            f"compared ({self.equal} equal to the last bit, {self.forced} forced{prompts}), {self.aborted} aborted "
+            f"({self.aborted_compared} of those compared), {self.tokens} tokens; difference without replay mean "
+            f"{mean:.4f} max {max(self.differences, default=0.0):.4f}, with replay max {replay:.4f}; at least "
+            f"{self.least_common} of the {TOP} best tokens in common"
         )
 
 
@@ -65,8 +94,8 @@ class Fuzzer:
         self.exact, self.logs, self.tally = exact, logs, Tally()
 
     def engine(self, config: EngineConfig) -> EngineProcess:
-        self.tally.engines += 1
-        return EngineProcess(config, self.logs / f"engine-{self.tally.engines}.log")
+        self.tally.start(config)
+        return EngineProcess(config, self.logs / f"engine-{self.tally.engines['all']}.log")
 
     def check(self, engine: EngineProcess, schedule: Schedule) -> list[str]:
         """Play a schedule; the mismatches, each in a sentence."""
@@ -74,44 +103,58 @@ class Fuzzer:
         self.tally.schedules += 1
         problems = []
         for index, (request, answer) in enumerate(zip(schedule.requests, answers, strict=True)):
-            if answer.finish == "abort" and request.aborts:
-                self.tally.aborted += 1
-                continue
-            if answer.finish != "length" or len(answer.ids) != request.new_tokens:
-                problems.append(f"request {index} ended as {answer.finish!r} after {len(answer.ids)} tokens")
-                continue
-            alone = engine.alone(request.input_ids, request.new_tokens)
-            problem = self._judge(engine, schedule, request.input_ids, answer, alone)
-            if problem:
+            if problem := self._answered(engine, schedule.engine, request, answer):
                 problems.append(f"request {index} ({len(request.input_ids)} tokens): {problem}")
         return problems
 
-    def _judge(self, engine, schedule: Schedule, prompt: list[int], answer: Answer, alone: Answer) -> str | None:
-        tally, replay = self.tally, schedule.engine.replay
-        tally.compared += 1
-        tally.tokens += len(answer.ids)
-        tally.retracted += answer.retractions > 0
-        tally.cache_hits += answer.cached > 0
+    def _answered(self, engine, config: EngineConfig, request: Request, answer: Answer) -> str | None:
+        """What is wrong with a request's end or with what it gave, or None."""
+        count, aborted = len(answer.ids), answer.finish == "abort" and request.aborts
+        if aborted:
+            self.tally.aborted += 1
+            if not answer.ids:
+                return None
+            self.tally.aborted_compared += 1
+        elif not _is_whole(answer, request.new_tokens):
+            return f"ended as {answer.finish!r} after {count} tokens with {len(answer.chosen)} log-probabilities"
+        if count > request.new_tokens:
+            return f"gave {count} tokens and was asked for {request.new_tokens}"
+        alone = engine.alone(request.input_ids, request.new_tokens)
+        if not _is_whole(alone, request.new_tokens):
+            return f"alone it ended as {alone.finish!r} after {len(alone.ids)} tokens"
+        self.tally.see(config, request.input_ids, answer)
+        return self._judge(engine, config, request.input_ids, answer, alone.first(count))
+
+    def _judge(self, engine, config: EngineConfig, prompt: list[int], answer: Answer, alone: Answer) -> str | None:
+        tally, replay = self.tally, config.replay
         same = next((i for i, (a, b) in enumerate(zip(answer.ids, alone.ids, strict=True)) if a != b), len(answer.ids))
         if same < len(answer.ids) and not replay and min(alone.margins[: same + 1]) > MARGIN:
             return f"token {same} is {answer.ids[same]}, alone {alone.ids[same]}, at a margin of {alone.margins[same]}"
         if same == len(answer.ids):
-            difference = _distance(answer.chosen, alone.chosen)
+            wanted = alone.chosen
         else:
             tally.forced += 1
-            difference = _distance(answer.chosen, engine.forced(prompt + answer.ids, len(prompt)))
-        if same:
-            # The twenty best after the prompt, as the golden values have them.
+            wanted = engine.forced(prompt + answer.ids, len(prompt))
+        # An abort may come before the log-probabilities of its last tokens.
+        distances = [_distance(answer.chosen, wanted[: len(answer.chosen)])] if answer.chosen else []
+        if answer.top:
+            # The twenty best after the prompt, as the golden values have them: the same prompt whatever came after.
             first = {token: value for value, token in alone.top[0]}
             both = [(value, first[token]) for value, token in answer.top[0] if token in first]
-            difference = max(difference, statistics.fmean(abs(a - b) for a, b in both))
-        tally.equal += answer.ids == alone.ids and answer.top == alone.top
-        (tally.replay_differences if replay else tally.differences).append(difference)
+            tally.least_common = min(tally.least_common, len(both))
+            if len(both) < LEAST_COMMON:
+                return f"only {len(both)} of the {TOP} best tokens after the prompt are the ones alone"
+            distances.append(statistics.fmean(abs(a - b) for a, b in both))
+        tops = alone.top[: len(answer.top)]
+        tally.equal += answer.ids == alone.ids and answer.top == tops
+        (tally.replay_differences if replay else tally.differences).append(max(distances, default=0.0))
         bound = REPLAY_BOUND if replay else CASE_BOUND
-        if difference > bound:
-            return f"log-probabilities differ by {difference:.3f} on average, more than {bound}"
-        if self.exact and not replay and answer.top != alone.top:
-            return f"log-probabilities are not equal (difference {difference:.6f})"
+        for distance in distances:
+            # NaN is within no bound.
+            if not distance <= bound:
+                return f"log-probabilities differ by {distance:.3f} on average, more than {bound}"
+        if self.exact and not replay and answer.top != tops:
+            return f"log-probabilities are not equal (difference {max(distances):.6f})"
         return None
 
     def run(self, minutes: float, seed: str) -> list[str]:
@@ -119,42 +162,51 @@ class Fuzzer:
         deadline = None
         rng = random.Random(seed)
         while deadline is None or time.monotonic() < deadline:
-            config = EngineConfig.draw(rng, replay=self.tally.engines % 4 == 3)
-            engine = self.engine(config)
+            config = EngineConfig.draw(rng, **kind(self.tally.engines["all"]))
+            engine = None
             try:
+                engine = self.engine(config)
                 baseline = engine.counts()
                 deadline = deadline or time.monotonic() + minutes * 60
-                for _ in range(SCHEDULES_PER_ENGINE):
-                    if time.monotonic() > deadline:
+                for played in itertools.count():
+                    if is_enough(played, deadline - time.monotonic()):
                         break
                     schedule = draw_schedule(f"{seed}/{rng.randrange(1 << 30)}", config)
                     if problems := self._attempt(engine, schedule):
                         return self._fail(schedule, problems)
-                if (books := engine.counts()) != baseline:
-                    return [f"engine {config}: the pools' books are {books}, before {baseline}"]
+                if problems := self._left(engine, baseline):
+                    return [f"engine {config}: {problem}" for problem in problems]
+            except RuntimeError as error:
+                return [f"engine {config}: {error}"]
             finally:
-                engine.close()
+                if engine is not None:
+                    engine.close()
             print(f"seed {seed}: {self.tally}", flush=True)
         if self.tally.differences and statistics.fmean(self.tally.differences) > MEAN_BOUND:
             return [f"the mean difference over all requests is above {MEAN_BOUND}: {self.tally}"]
         return []
 
     def replay(self, schedule: Schedule) -> list[str]:
-        """A saved schedule on an engine of its own, and the pools' books."""
+        """A saved schedule on an engine of its own, and what it leaves."""
         engine = self.engine(schedule.engine)
         try:
             baseline = engine.counts()
-            problems = self._attempt(engine, schedule)
-            if not problems and (books := engine.counts()) != baseline:
-                problems = [f"the pools' books are {books}, before {baseline}"]
-            return problems
+            return self._attempt(engine, schedule) or self._left(engine, baseline)
+        except RuntimeError as error:
+            return [str(error)]
         finally:
             engine.close()
+
+    def _left(self, engine: EngineProcess, baseline: dict[str, float]) -> list[str]:
+        """What is wrong with an engine after its schedules: the pools' books, and what the checks have said."""
+        books, said = engine.counts(), engine.check_errors()
+        return [f"the pools' books are {books}, before {baseline}"] * (books != baseline) + said
 
     def _attempt(self, engine: EngineProcess, schedule: Schedule) -> list[str]:
         try:
             return self.check(engine, schedule)
-        except (EngineDied, RuntimeError) as error:
+        except RuntimeError as error:
+            # EngineDied is one.
             return [str(error)]
 
     def _fail(self, schedule: Schedule, problems: list[str]) -> list[str]:
@@ -185,6 +237,25 @@ class Fuzzer:
             if engine is not None:
                 engine.close()
         return schedule
+
+
+def kind(number: int) -> dict[str, bool]:
+    """What the engine of that number, from 0, is whatever is drawn, so that a few engines are of every kind.
+
+    Every second is checked; that shifts by one with every four, so that replay is met with checks and without.
+    """
+    check, mixed = (number + number // 4) % 2 == 0, number % 4 < 2
+    return {"replay": number % 4 == 3, "check": check, "mixed": mixed, "small": number % 3 == 0}
+
+
+def is_enough(played: int, seconds_left: float) -> bool:
+    """Whether an engine has played its schedules, or the run's time is up."""
+    return seconds_left < 0 or (played >= SCHEDULES_PER_ENGINE and seconds_left > WORTH_A_START)
+
+
+def _is_whole(answer: Answer, count: int) -> bool:
+    """Whether an answer ended at its length, with log-probabilities for every token."""
+    return answer.finish == "length" and {len(answer.ids), len(answer.chosen), len(answer.top)} == {count}
 
 
 def _distance(mine: list[float], theirs: list[float]) -> float:

@@ -1,7 +1,7 @@
 """A real `sglang.Engine` in a process of its own: the host kills the whole process tree when its scheduler dies.
 
 `EngineProcess(config, log)` starts one; `run(schedule)` plays a schedule and `alone(...)` runs one request by itself on
-an empty cache. The engine serves csa2 on the CPU.
+an empty cache. The engine serves csa2 on the CPU, with the pool's invariants checked where the config says so.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fuzz_schedule import EngineConfig, Request, Schedule
 
 MODEL = Path(__file__).parents[1] / "configs" / "tiny-dsv41"
 TOP = 20
-START_SECONDS, CALL_SECONDS = 300, 600
+START_SECONDS, CALL_SECONDS, CLOSE_SECONDS = 300, 600, 10
 COUNTS = ("kv_used_tokens", "kv_available_tokens", "swa_used_tokens", "swa_available_tokens", "num_running_reqs")
 
 
@@ -42,6 +43,10 @@ class Answer:
     def margins(self) -> list[float]:
         return [step[0][0] - step[1][0] for step in self.top]
 
+    def first(self, count: int) -> Answer:
+        """The answer after that many tokens."""
+        return replace(self, ids=self.ids[:count], chosen=self.chosen[:count], top=self.top[:count])
+
 
 class EngineProcess:
     def __init__(self, config: EngineConfig, log_path: Path):
@@ -51,7 +56,11 @@ class EngineProcess:
         self._process = context.Process(target=_serve, args=(theirs, config, str(log_path)))
         self._process.start()
         theirs.close()
-        self._receive(START_SECONDS)
+        try:
+            self._receive(START_SECONDS)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, schedule: Schedule) -> list[Answer]:
         return self._call("run", schedule)
@@ -90,9 +99,21 @@ class EngineProcess:
             raise RuntimeError(f"in the engine's process: {value}")
         return value
 
+    def check_errors(self) -> list[str]:
+        """What the pool's checks have said so far."""
+        return check_errors(self.log_path.read_text(errors="replace")) if self.log_path.exists() else []
+
     def _death(self, what: str) -> EngineDied:
+        # Until it is dead the log may lack the reason.
+        self._process.join(CLOSE_SECONDS)
         tail = self.log_path.read_text(errors="replace")[-3000:] if self.log_path.exists() else ""
-        return EngineDied(f"the engine {what}; the end of its log:\n{tail}")
+        reason = "".join(f", {error}" for error in self.check_errors()[:1])
+        return EngineDied(f"the engine {what}{reason}; the end of its log:\n{tail}")
+
+
+def check_errors(log: str) -> list[str]:
+    """The lines of a log that a violated invariant leaves."""
+    return list(dict.fromkeys(re.findall(r"CheckError: .*", log)))
 
 
 def _serve(pipe, config: EngineConfig, log_path: str) -> None:
@@ -102,6 +123,7 @@ def _serve(pipe, config: EngineConfig, log_path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["SGLANG_CSA2_CHECK"] = str(int(config.check))
     if config.retract_every:
         os.environ |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(config.retract_every)}
     import sglang
@@ -218,34 +240,34 @@ class Player:
             stream=True,
             rid=rid,
         )
-        last: dict[str, Any] | None = None
-        tokens = 0
+        answer = Answer(finish="abort")
         try:
-            async for last in stream:
-                new = len(last["output_ids"]) - tokens
-                tokens += new
-                if saw is not None:
+            async for chunk in stream:
+                new = len(chunk["output_ids"]) - len(answer.ids)
+                answer = _answer(chunk, answer)
+                if saw is not None and new > 0:
                     await saw(new)
-                if request is not None and request.abort_after is not None and tokens >= request.abort_after:
+                if request is not None and request.abort_after is not None and len(answer.ids) >= request.abort_after:
                     abort(rid)
         except ValueError:
             # How the host tells an abort before the first token.
-            return Answer(finish="abort")
+            return replace(answer, finish="abort")
         finally:
             if timer is not None:
                 timer.cancel()
-        return _answer(last)
+        return answer
 
 
-def _answer(last: dict[str, Any] | None) -> Answer:
-    if last is None:
-        return Answer(finish="abort")
-    meta = last["meta_info"]
+def _answer(chunk: dict[str, Any], before: Answer) -> Answer:
+    """What a stream has said so far; the message of an abort may bear less than the one before it."""
+    meta = chunk["meta_info"]
+    chosen = [entry[0] for entry in meta.get("output_token_logprobs") or []]
+    top = [[(value, token) for value, token, _ in step] for step in meta.get("output_top_logprobs") or []]
     return Answer(
         finish=meta["finish_reason"]["type"] if meta["finish_reason"] else "",
-        ids=list(last["output_ids"]),
-        chosen=[entry[0] for entry in meta.get("output_token_logprobs") or []],
-        top=[[(value, token) for value, token, _ in step] for step in meta.get("output_top_logprobs") or []],
-        cached=meta.get("cached_tokens", 0),
-        retractions=meta.get("num_retractions", 0) or 0,
+        ids=max(list(chunk["output_ids"]), before.ids, key=len),
+        chosen=max(chosen, before.chosen, key=len),
+        top=max(top, before.top, key=len),
+        cached=max(meta.get("cached_tokens", 0), before.cached),
+        retractions=max(meta.get("num_retractions", 0) or 0, before.retractions),
     )

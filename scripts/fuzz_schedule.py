@@ -16,12 +16,20 @@ from pathlib import Path
 VOCABULARY = range(3, 1024)
 # Both sides of what the model and the host count in: pairs, candidate blocks, windows, pages, pools of 128 entries.
 EDGES = [1, 2, 3, 4, 7, 8, 9, 63, 64, 65, 127, 128, 129, 130, 131, 254, 255, 256, 257, 258, 259]
-LONG = [300, 385, 511, 512, 513, 514, 600]
+# Tokens of a pool in which a few requests want for room.
+SMALL_POOL = 2048
+LONG = [300, 385, 511, 512, 513, 514, 600, 1025, 1100]
+# Prompts that end just before a page does, so that each request soon wants a second one.
+ALMOST_A_PAGE = range(250, 257)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine is started. `retract_every`: the host's own test mode retracts at every such forward; 0: never."""
+    """How an engine is started.
+
+    retract_every: the host's own test mode retracts at every such forward; 0: never. check: every forward checks the
+    pool's invariants (SGLANG_CSA2_CHECK), and a violation ends the engine.
+    """
 
     chunked_prefill_size: int = 256
     mixed_chunk: bool = False
@@ -30,18 +38,22 @@ class EngineConfig:
     replay: bool = False
     max_total_tokens: int = 8192
     retract_every: int = 0
+    check: bool = False
 
     @classmethod
-    def draw(cls, rng: random.Random, *, replay: bool) -> EngineConfig:
-        mixed = rng.random() < 0.5
+    def draw(
+        cls, rng: random.Random, *, replay: bool, check: bool = False, mixed: bool = False, small: bool = False
+    ) -> EngineConfig:
+        """The rest is drawn. small: a pool in which requests are retracted for want of room."""
         return cls(
             chunked_prefill_size=rng.choice([256, 256, 512, 1024]),
             mixed_chunk=mixed and not replay,
             radix_cache=rng.random() < 0.8,
             overlap=rng.random() < 0.7,
             replay=replay,
-            max_total_tokens=rng.choice([2048, 8192, 8192]),
+            max_total_tokens=SMALL_POOL if small else 8192,
             retract_every=rng.choice([0, 0, 0, 3, 7]),
+            check=check,
         )
 
 
@@ -86,14 +98,32 @@ class Schedule:
 
 
 def draw_schedule(seed: str, engine: EngineConfig) -> Schedule:
+    """A crowd that a small pool cannot hold, a family on one cached prefix, or requests of all kinds."""
     rng = random.Random(seed)
     prefixes = [rng.randrange(1 << 30) for _ in range(2)]
-    requests = [_draw_request(rng, prefixes) for _ in range(rng.randint(2, 7))]
+    if engine.max_total_tokens <= SMALL_POOL and rng.random() < 0.4:
+        requests = [_draw_crowded(rng, prefixes) for _ in range(rng.randint(5, 6))]
+    elif engine.radix_cache and rng.random() < 0.4:
+        requests = [_draw_relative(rng, prefixes[0], first=n == 0) for n in range(rng.randint(2, 5))]
+    else:
+        requests = [_draw_request(rng, prefixes) for _ in range(rng.randint(2, 7))]
     if rng.random() < 0.3:
         # The very same prompt again, once the first may have been cached.
         requests.append(replace(rng.choice(requests), arrives_after=rng.randint(0, 60), abort_after=None))
     rng.shuffle(requests)
     return Schedule(seed, engine, tuple(requests))
+
+
+def _draw_crowded(rng: random.Random, prefixes: list[int]) -> Request:
+    plain = _draw_request(rng, prefixes)
+    return replace(plain, shared=0, own=rng.choice(ALMOST_A_PAGE), new_tokens=rng.choice([8, 10]), arrives_after=0)
+
+
+def _draw_relative(rng: random.Random, prefix: int, *, first: bool) -> Request:
+    """One of several on whole pages of a prefix, the later ones after the first may have been cached."""
+    plain = _draw_request(rng, [prefix])
+    arrives_after = 0 if first else rng.randint(1, 30)
+    return replace(plain, shared=rng.choice([256, 512]), own=rng.choice(EDGES), arrives_after=arrives_after)
 
 
 def _draw_request(rng: random.Random, prefixes: list[int]) -> Request:

@@ -1,4 +1,4 @@
-"""Faults of scripts/mutants.py in pool, selection and metadata code."""
+"""Faults of scripts/mutants.py in pool, selection, metadata and metrics code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ PLAN = "tests/unit/test_config_and_plan.py"
 BACKEND = "tests/host/test_backend.py"
 PAIRING = "tests/conformance/test_pairing.py"
 PADDING = "tests/conformance/test_padding.py"
+ROUTES = "tests/unit/test_routes.py"
+METRICS = "tests/host/test_metrics.py"
+_METRICS = "sglang_csa2/metrics.py"
 _META, _TOPK = "sglang_csa2/metadata.py", "kernels/topk.py"
 _CHUNKS = f"{PAIRING}::test_a_chunk_border_inside_a_pair_changes_nothing"
 _ENTRIES = f"{METADATA}::test_entries_pairs_and_pending_halves"
@@ -286,5 +289,54 @@ MUTANTS = (
         "return max(source for source in sources",
         "return min(source for source in sources",
         f"{PLAN}::test_flash_roles",
+    ),
+    Mutant(
+        "a graph's padding counted as rows",
+        _METRICS,
+        'lengths[: len(lengths) - getattr(batch, "num_padding", 0)]',
+        "lengths[: len(lengths)]",
+        f"{METRICS}::test_a_graphs_padding_is_not_counted",
+    ),
+    Mutant(
+        "every rank counts the same rows",
+        _METRICS,
+        " and parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0",
+        " and parallel.attn_cp_rank == 0",
+        f"{METRICS}::test_one_rank_reports",
+    ),
+    Mutant(
+        "what serves compared with itself",
+        _METRICS,
+        "_standing(self.backend) != self.standing or",
+        "_standing(self.backend) != _standing(self.backend) or",
+        f"{METRICS}::test_a_forward_on_another_route_than_at_start_is_counted",
+    ),
+    Mutant(
+        "a start on another route not noticed",
+        _METRICS,
+        "or _serving(self.backend) != self.chosen",
+        "or _serving(self.backend) != _serving(self.backend)",
+        f"{METRICS}::test_a_start_on_another_route_than_the_tables_is_counted",
+    ),
+    Mutant(
+        "the operations not watched",
+        _METRICS,
+        "return functions + [",
+        "return [",
+        f"{METRICS}::test_a_forward_on_another_route_than_at_start_is_counted",
+    ),
+    Mutant(
+        "a layer's refusal not counted",
+        _METRICS,
+        '    "forward_low_ratio_sources",\n',
+        "",
+        f"{METRICS}::test_a_refused_forward_is_counted_once",
+    ),
+    Mutant(
+        "a route's name not read off its kernels",
+        "sglang_csa2/indexer_cuda.py",
+        "routes.SCAN: routes.route_of(kernels.block_maxima)",
+        'routes.SCAN: "triton"',
+        f"{ROUTES}::test_what_is_built_is_what_was_chosen",
     ),
 )

@@ -1,4 +1,4 @@
-"""Small faults in pool, selection, metadata, checks and kernels, each of which some fast test must catch.
+"""Small faults in pool, selection, metadata, metrics, checks and kernels, each of which some fast test must catch.
 
     python scripts/mutants.py [--only NAME ...] [--write]      --write makes tests/mutants.md from the result
 

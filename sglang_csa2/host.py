@@ -69,6 +69,13 @@ HOST_SYMBOLS = (
     HostSymbol("sglang.srt.runtime_context:get_exec", "read: whether bounded replay is on", ""),
     HostSymbol("sglang.srt.runtime_context:get_device", "read: the resolved device", ""),
     HostSymbol("sglang.srt.runtime_context:get_observability", "read: whether metrics are on", ""),
+    HostSymbol("sglang.srt.runtime_context:get_parallel", "read: whether this rank reports metrics", ""),
+    HostSymbol(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:build_replay_fb_view",
+        "read: a replay's num_padding, for the metrics",
+        "forward_batch, buffers, bs, raw_bs, num_tokens, global_num_tokens_cpu, seq_len_fill_value, "
+        "capture_forward_mode, is_encoder_decoder",
+    ),
     HostSymbol(f"{_ALLOCATOR}.full_available_size", "read: used KV for the metrics", "self"),
     HostSymbol(f"{_ALLOCATOR}.swa_available_size", "read: used window KV for the metrics", "self"),
     HostSymbol(

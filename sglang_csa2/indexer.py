@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sglang_csa2 import trace
+from sglang_csa2 import routes, trace
 from sglang_csa2.kernels.index_scores import gather_index_k, index_scores
 from sglang_csa2.kernels.topk import block_entries, candidate_blocks, select_topk
 from sglang_csa2.layer_plan import LayerPlan, LayerSpec
@@ -73,9 +73,17 @@ class Indexer:
         """The Top-K, and the pool to publish or None."""
         raise NotImplementedError
 
+    def in_place(self) -> dict[str, str]:
+        """The route (routes.py) of each operation that it does, read off the functions that it calls now."""
+        raise NotImplementedError
+
 
 class TorchIndexer(Indexer):
     """The torch route."""
+
+    def in_place(self) -> dict[str, str]:
+        scores = routes.route_of(index_scores)
+        return {routes.SCAN: scores, routes.CANDIDATES: scores, routes.TOPK: routes.route_of(select_topk)}
 
     def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[TopK, Tensor | None]:
         device = q.device

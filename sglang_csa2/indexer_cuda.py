@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_csa2 import routes
 from sglang_csa2.config import Csa2Config
 from sglang_csa2.indexer import Indexer
 from sglang_csa2.kernels import (
@@ -113,6 +114,14 @@ class CudaIndexer(Indexer):
                 f"candidate_block_size is {self.config.candidate_block_size}: the GPU kernels keep maxima of blocks "
                 f"of {BLOCK_ENTRIES}; serve this model on the CPU"
             )
+
+    def in_place(self) -> dict[str, str]:
+        kernels = self._kernels
+        return {
+            routes.SCAN: routes.route_of(kernels.block_maxima),
+            routes.CANDIDATES: routes.route_of(kernels.index_scores_candidates),
+            routes.TOPK: routes.route_of(kernels.select_slots),
+        }
 
     def warm_up(self, context: int, device: torch.device) -> None:
         """Build the kernels, those too that only a context beyond the server's own warm-up needs, up to `context`."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_csa2 import routes
 from sglang_csa2.indexer_cuda import CudaIndexer
 from sglang_csa2.kernels import deep_gemm_scores as scoring
 from sglang_csa2.kernels.triton_index_scores import BLOCK_ENTRIES, TILE_ENTRIES
@@ -33,6 +34,10 @@ class DeepGemmIndexer(CudaIndexer):
     def __init__(self, plan: LayerPlan, scores: Any = scoring):
         super().__init__(plan)
         self.scores = scores
+
+    def in_place(self) -> dict[str, str]:
+        scores = routes.route_of(self.scores)
+        return super().in_place() | {routes.SCAN: scores, routes.CANDIDATES: scores}
 
     def _choose(self, layer, q, weights, cache, meta, consumed: Tensor | None) -> tuple[TopK, Tensor | None]:
         publishes = self._wants_pool(layer, meta) or (meta.groups is None and layer.is_candidate_source)

@@ -2,63 +2,86 @@
 
 | metric                       | type    | meaning                                                            |
 |------------------------------|---------|--------------------------------------------------------------------|
-| `csa2:route{op, route}`      | gauge   | 1 for the route that serves each operation                         |
-| `csa2:kv_bytes{kind, state}` | gauge   | bytes of `global` and `swa` KV, `allocated` and `used` (held by    |
-|                              |         | requests or the prefix cache)                                      |
-| `csa2:rows`                  | counter | query rows                                                         |
+| `csa2:route{op, route}`      | gauge   | 1 for the route that serves each operation of routes.py            |
+| `csa2:kv_bytes{kind, state}` | gauge   | bytes of `global` and `swa` KV on one GPU, `allocated` and `used`  |
+|                              |         | (held by requests or the prefix cache)                             |
+| `csa2:rows`                  | counter | query rows, without a graph's padding                              |
 | `csa2:rows_beyond_pool`      | counter | those whose context exceeds the candidate pool: their share of     |
 |                              |         | `csa2:rows` is the pool's coverage                                 |
 | `csa2:refused`               | counter | forwards that csa2 refused; stays 0                                |
-| `csa2:fallen_back`           | counter | forwards on another route than at start; stays 0                   |
+| `csa2:fallen_back`           | counter | forwards in which an operation's route is not the one chosen at    |
+|                              |         | start, or another function stands in its place; stays 0            |
 
 Counters end in `_total` on the endpoint. The numbers come from the host's own, once per forward; nothing is asked of a
-device.
+device. One rank of a server reports. Graph replays run what stood in place when they were captured.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.runtime_context import get_observability
+from sglang.srt.runtime_context import get_observability, get_parallel
 
 from sglang_csa2 import routes
 from sglang_csa2.layout import global_bytes_per_token, swa_bytes_per_slot
 
-# The operations of the endpoint, and those of the table of routes that serve them.
-OPERATIONS = {
-    "swa_store": routes.STORES,
-    "main_kv_store": routes.STORES,
-    "index_k_store": routes.STORES,
-    "index": routes.SCAN,
-    "sparse_attention": routes.DECODE,
-}
+# What a forward calls of the operations.
+_OPERATIONS = (
+    "swa_store", "main_kv_store", "index_k_store", "lists", "sparse_attention", "sparse_prefill", "gather_swa_kv",
+    "gather_main_kv",
+)  # fmt: skip
+# Where a forward may be refused; what these call is not wrapped again, so that a forward counts once.
+_ENTRIES = (
+    "init_forward_metadata_in_graph",
+    "enter_late_layer_tail",
+    "get_swa_out_cache_loc",
+    "forward_low_ratio_sources",
+    "forward",
+)
 
 
 def enabled() -> bool:
-    return bool(get_observability().enable_metrics)
+    """Whether this process reports: one rank of those that count the same rows.
+
+    That is the host's rule for the rank that logs (`SchedulerMetricsCollector.init_new`). Its
+    `--enable-metrics-for-all-schedulers` tells ranks apart by a label, which here would tell the same thing again.
+    """
+    parallel = get_parallel()
+    return bool(get_observability().enable_metrics) and parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
 
 
-def install(backend: Any, model_runner: Any) -> None:
+def install(backend: Any, model_runner: Any, registry: Any = None) -> Report:
     """Count a backend's forwards. In the scheduler's process, where the host has set up the multiprocess folder."""
-    report = Report(backend, model_runner)
+    report = Report(backend, model_runner, registry)
     backend.init_forward_metadata = report.around(backend.init_forward_metadata)
     backend.init_forward_metadata_out_graph = report.around(backend.init_forward_metadata_out_graph)
+    for name in _ENTRIES:
+        setattr(backend, name, report.watched(getattr(backend, name)))
+    return report
 
 
 class Report:
-    def __init__(self, backend: Any, model_runner: Any):
-        # prometheus_client reads the multiprocess folder when it is first imported.
-        from prometheus_client import Counter, Gauge
+    """registry: where the metrics go, the library's own by default.
 
-        self.backend, self.runner, self.route = backend, model_runner, backend.ops.name
-        route = Gauge("csa2:route", "Route that serves an operation.", ["op", "route"], multiprocess_mode="mostrecent")
-        for operation, row in OPERATIONS.items():
-            route.labels(operation, backend.routes[row].route.name).set(1)
-        self.bytes = Gauge("csa2:kv_bytes", "Bytes of KV.", ["kind", "state"], multiprocess_mode="mostrecent")
-        self.rows = Counter("csa2:rows", "Query rows.")
-        self.beyond = Counter("csa2:rows_beyond_pool", "Query rows whose context exceeds the candidate pool.")
-        self.refused = Counter("csa2:refused", "Forwards that csa2 refused; 0 on a sound server.")
-        self.fallen_back = Counter("csa2:fallen_back", "Forwards on another route than at start; 0, there is none.")
+    chosen: the route of each operation as chosen at start. standing: what stood in its place then.
+    """
+
+    def __init__(self, backend: Any, model_runner: Any, registry: Any = None):
+        # prometheus_client reads the multiprocess folder when it is first imported.
+        from prometheus_client import REGISTRY, Counter, Gauge
+
+        where = {"registry": registry or REGISTRY}
+        gauge = where | {"multiprocess_mode": "mostrecent"}
+        self.backend, self.runner = backend, model_runner
+        self.chosen, self.standing = _chosen(backend), _standing(backend)
+        route = Gauge("csa2:route", "Route that serves an operation.", ["op", "route"], **gauge)
+        for operation, name in _serving(backend).items():
+            route.labels(operation, name).set(1)
+        self.bytes = Gauge("csa2:kv_bytes", "Bytes of KV.", ["kind", "state"], **gauge)
+        self.rows = Counter("csa2:rows", "Query rows.", **where)
+        self.beyond = Counter("csa2:rows_beyond_pool", "Query rows whose context exceeds the candidate pool.", **where)
+        self.refused = Counter("csa2:refused", "Forwards that csa2 refused; 0 on a sound server.", **where)
+        self.fallen_back = Counter("csa2:fallen_back", "Forwards on another route than at start; 0.", **where)
         for counter in (self.rows, self.beyond, self.refused, self.fallen_back):
             counter.inc(0)
         allocated = backend.token_to_kv_pool.layer_bytes()
@@ -66,24 +89,32 @@ class Report:
         self.bytes.labels("swa", "allocated").set(allocated["swa_kv"])
 
     def around(self, build: Any) -> Any:
+        build = self.watched(build)
+
         def counted(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                result = build(forward_batch, *args, **kwargs)
-            except Exception:
-                self.refused.inc()
-                raise
+            result = build(forward_batch, *args, **kwargs)
             if not (forward_batch.forward_mode.is_idle() or kwargs.get("in_capture")):
                 self.forward(forward_batch)
             return result
 
         return counted
 
+    def watched(self, entry: Any) -> Any:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return entry(*args, **kwargs)
+            except Exception:
+                self.refused.inc()
+                raise
+
+        return asked
+
     def forward(self, batch: Any) -> None:
-        lengths = batch.seq_lens_cpu.tolist()
-        counts = [1] * len(lengths) if batch.forward_mode.is_decode() else list(batch.extend_seq_lens_cpu)
+        counts, lengths = real_rows(batch)
         self.rows.inc(sum(counts))
         self.beyond.inc(rows_beyond_pool(self.backend.plan, counts, lengths))
-        self.fallen_back.inc(self.backend.ops.name != self.route)
+        # A stranger in an operation's place need not be able to name itself.
+        self.fallen_back.inc(_standing(self.backend) != self.standing or _serving(self.backend) != self.chosen)
         # Built before the backend or after it, by the kind of pool.
         allocator = getattr(self.runner, "token_to_kv_pool_allocator", None)
         if allocator is not None:
@@ -92,6 +123,49 @@ class Report:
             self.bytes.labels("global", "used").set(held * global_bytes_per_token(plan, layout))
             held = allocator.size_swa - allocator.swa_available_size()
             self.bytes.labels("swa", "used").set(held * swa_bytes_per_slot(plan, layout))
+
+
+def _chosen(backend: Any) -> dict[str, str]:
+    """The routes that the table gave, but for a prefill's workspace, which checks take away."""
+    chosen = {operation: choice.route.name for operation, choice in backend.routes.items()}
+    if backend.ops is not _inner(backend.ops) and chosen[routes.PREFILL] == "flash_mla_sparse_fwd":
+        chosen[routes.PREFILL] = "packed records"
+    return chosen
+
+
+def _serving(backend: Any) -> dict[str, str]:
+    """The route of every operation, in the table's order, by the functions that a forward would call now."""
+    stores = _inner(backend.token_to_kv_pool._ops).in_place()[routes.STORES]
+    found = _inner(backend.ops).in_place() | _inner(backend.indexer).in_place()
+    if found[routes.STORES] != stores:
+        found[routes.STORES] += f", window KV {stores}"
+    if backend.ops.sparse_prefill is None and found[routes.PREFILL] == "flash_mla_sparse_fwd":
+        found[routes.PREFILL] = "packed records"
+    return {operation: found[operation] for operation in routes.OPERATIONS}
+
+
+def _standing(backend: Any) -> list[Any]:
+    """The functions themselves: methods are equal where their objects are the same."""
+    ops = backend.ops
+    functions = [getattr(ops, name, None) for name in _OPERATIONS]
+    others = (backend.token_to_kv_pool._ops, "swa_store"), (backend.indexer, "choose"), (backend.indexer, "_choose")
+    return functions + [getattr(thing, name, None) for thing, name in others]
+
+
+def _inner(checked: Any) -> Any:
+    """What checks are put around, or the thing itself."""
+    return getattr(checked, "inner", checked)
+
+
+def real_rows(batch: Any) -> tuple[list[int], list[int]]:
+    """Rows and context of each request of a batch, without the requests that only fill a graph.
+
+    A graph's replay comes as a view that is as wide as the capture; its last `num_padding` requests are none
+    (`build_replay_fb_view` in the host's decode_cuda_graph_runner.py). Other batches have no such field.
+    """
+    lengths = batch.seq_lens_cpu.tolist()
+    lengths = lengths[: len(lengths) - getattr(batch, "num_padding", 0)]
+    return [1] * len(lengths) if batch.forward_mode.is_decode() else list(batch.extend_seq_lens_cpu), lengths
 
 
 def rows_beyond_pool(plan: Any, counts: list[int], lengths: list[int]) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sglang_csa2 import envs
+from sglang_csa2 import envs, routes
 from sglang_csa2.kernels import flash_mla_decode, flash_mla_prefill, pool_pairs, store
 from sglang_csa2.kernels.norm_rope import rms_norm
 from sglang_csa2.kernels.records_v4 import pages_of
@@ -55,6 +55,7 @@ class Ops(Protocol):
         their choice, 0 at ratio 0.
     sparse_prefill: attention over a workspace (`flash_mla_prefill`), or None where prefill reads packed records.
     index_multiple: what the columns of its index tables are rounded up to.
+    in_place: the route (routes.py) of each operation that it does, read off the functions that it calls now.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Ops(Protocol):
     def gather_swa_kv(self, cache, slots, out) -> None: ...
     def gather_main_kv(self, cache, slots, out) -> None: ...
     def warm_up(self, device: torch.device) -> None: ...
+    def in_place(self) -> dict[str, str]: ...
 
 
 class TorchOps:
@@ -112,6 +114,11 @@ class TorchOps:
 
     def warm_up(self, device: torch.device) -> None:
         """Nothing is built at run time."""
+
+    def in_place(self) -> dict[str, str]:
+        attention = routes.route_of(sparse_attention)
+        prefill = attention if self.sparse_prefill is None else routes.route_of(self.sparse_prefill)
+        return {routes.DECODE: attention, routes.PREFILL: prefill, routes.STORES: routes.route_of(store)}
 
 
 class TritonOps:
@@ -157,6 +164,11 @@ class TritonOps:
                     gather(pages_of(page, slots), absent, out)
             else:
                 gather(torch.empty(1, record.bytes, dtype=torch.uint8, device=device), absent, out)
+
+    def in_place(self) -> dict[str, str]:
+        prefill = "packed records" if self.sparse_prefill is None else routes.route_of(self.sparse_prefill)
+        attention, stores = routes.route_of(self._attention), routes.route_of(self._store)
+        return {routes.DECODE: attention, routes.PREFILL: prefill, routes.STORES: stores}
 
     def swa_store(self, kv, norm, table, positions, slots, cache) -> None:
         put = self._store_v4.swa_store_v4 if cache.ndim == 3 else self._store.swa_store

@@ -9,11 +9,13 @@ To add a route, add its row to `ROUTES` above the ones that it wins against, and
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -267,6 +269,24 @@ ROUTES = (
     Route(STORES, "torch", "CPU", "torch", _BOTH, "on the CPU", "serving without a GPU", _cpu),
 )
 OPERATIONS = tuple(dict.fromkeys(route.op for route in ROUTES))
+# How the files of `kernels` are named, by the route that they belong to; the torch forms have no such beginning.
+_FILES = {
+    "cuda_": "cuda",
+    "triton_": "triton",
+    "deep_gemm_": "deep_gemm",
+    "flash_mla_decode": "flashmla",
+    "flash_mla_prefill": "flash_mla_sparse_fwd",
+}
+
+
+@functools.cache
+def route_of(kernel: Any) -> str:
+    """The route that a kernel belongs to: a module of `kernels` or a function of one; a stranger's module otherwise."""
+    module: str = getattr(kernel, "__module__", None) or getattr(kernel, "__name__", None) or "?"
+    package, _, file = module.rpartition(".")
+    if package != cuda_build.__package__:
+        return module
+    return next((route for beginning, route in _FILES.items() if file.startswith(beginning)), "torch")
 
 
 def problems(machine: Machine, flags: Flags) -> list[str]:

@@ -45,7 +45,8 @@ def read(folder: Path, plan: LayerPlan) -> Recording:
     """
     files = sorted(folder.glob("forward-*.pt"), key=lambda path: path.stat().st_mtime_ns)
     # Every rank writes; one process's files are enough, since ranks choose alike.
-    forwards = [torch.load(path) for path in files if path.name.split("-")[1] == files[-1].name.split("-")[1]]
+    kept = [path for path in files if path.name.split("-")[1] == files[-1].name.split("-")[1]]
+    forwards = [torch.load(path, weights_only=True) for path in kept]
     if not forwards:
         raise TraceError(
             f"{str(folder)!r} holds no forward-*.pt: start the server with SGLANG_CSA2_TRACE={folder} and send a prompt"

@@ -17,7 +17,7 @@ import requests
 import soak
 from served import DEVICE, MARGIN, serve, server_options
 
-from sglang_csa2 import plugin
+from sglang_csa2 import plugin, routes
 
 pytestmark = pytest.mark.server
 BACKEND = os.environ.get("CSA2_TEST_BACKEND", "csa2")
@@ -180,12 +180,14 @@ def test_metrics_on_the_hosts_endpoint(server):
     def value(name: str, labels: str = "", of: str = text) -> float:
         return float(re.search(rf"^{re.escape(name + labels)} (\S+)", of, re.MULTILINE).group(1))
 
-    # On a Hopper card; elsewhere these are Triton's too.
-    fast = "torch" if DEVICE == "cpu" else "cuda"
-    stores = "torch" if DEVICE == "cpu" else "triton"
-    serving = dict.fromkeys(("swa_store", "main_kv_store", "index_k_store"), stores)
-    for operation, route in (serving | {"index": fast, "sparse_attention": fast}).items():
-        assert value("csa2:route", f'{{op="{operation}",route="{route}"}}') == 1
+    chosen = routes.choose(routes.Machine.here(DEVICE), routes.Flags.from_env())
+    serving = {operation: choice.route.name for operation, choice in chosen.items()}
+    if DEVICE == "cuda":
+        # Under checks a prefill reads packed records.
+        serving[routes.PREFILL] = "packed records"
+    found = re.findall(r'^csa2:route\{op="([^"]+)",route="([^"]+)"\} (\S+)', text, re.MULTILINE)
+    assert {(operation, route): float(one) for operation, route, one in found} == dict.fromkeys(serving.items(), 1.0)
+    assert set(serving) == set(routes.OPERATIONS)
     rows, beyond = (value(name) - value(name, of=before) for name in ("csa2:rows_total", "csa2:rows_beyond_pool_total"))
     # 140 rows of prefill and one of decode; the pool holds 128 entries of ratio 1.
     assert (rows, beyond) == (141, 13)

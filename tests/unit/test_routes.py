@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
 from sglang_csa2 import envs, routes
 from sglang_csa2.__main__ import main
+from sglang_csa2.config import Csa2Config
+from sglang_csa2.indexer import indexer_for
+from sglang_csa2.layer_plan import LayerPlan
+from sglang_csa2.ops import ops_for
 from sglang_csa2.tools import doctor
 
 H200, B200, A100 = (
     routes.Machine("cuda", capability, name) for capability, name in ((90, "H200"), (100, "B200"), (80, "A100"))
 )
 CPU = routes.Machine("cpu", 0, "CPU")
+TINY = json.loads((Path(__file__).parents[2] / "configs" / "tiny-dsv41" / "config.json").read_text())
 MACHINES = (CPU, A100, H200, B200)
 FLAGS = [routes.Flags(*values) for values in itertools.product(envs.LAYOUTS, envs.DECODE_ATTENTIONS, (False, True))]
 
@@ -57,6 +63,25 @@ def test_every_combination_is_served_or_refused_with_a_reason(machine, flags):
     if flags.decode_attention != "auto":
         assert chosen[routes.DECODE].route.name == flags.decode_attention
     assert (chosen[routes.SCAN].route.name == "deep_gemm") == flags.deep_gemm
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_what_is_built_is_what_was_chosen(machine, flags):
+    """The route of every operation, read off the functions that were put in its place."""
+    if not served(machine, flags):
+        return
+    pytest.importorskip("triton")
+    plan = LayerPlan.from_config(Csa2Config.from_hf(TINY))
+    chosen = {op: choice.route.name for op, choice in routes.choose(machine, flags, plan.config).items()}
+    ops = ops_for(machine.device, chosen[routes.DECODE], chosen[routes.PREFILL])
+    built = ops.in_place() | indexer_for(plan, machine.device, chosen[routes.SCAN]).in_place()
+    assert built == chosen
+
+
+def test_a_stranger_has_no_route():
+    assert routes.route_of(json) == "json" and routes.route_of(json.dumps) == "json"
+    assert routes.route_of(served) == __name__
 
 
 def test_auto_takes_the_first_that_is_there_and_says_what_it_passed(monkeypatch):
