@@ -68,8 +68,8 @@ class Comparison:
         self.problem = self.problem or problem
 
 
-def compare(answer: dict, wanted: dict) -> Comparison:
-    """An answer to `question` or to `plain_question`, whole or the last of a stream, against one to `question`."""
+def compare(answer: dict, wanted: dict, *, measured: bool = True) -> Comparison:
+    """An answer to `question`, whole or the last of a stream, against another; measured: False for `plain_question`."""
     found, mine, theirs = Comparison(), answer["output_ids"], wanted["output_ids"]
     if len(mine) != len(theirs) or not mine:
         found.fail(f"{len(mine)} tokens, not {len(theirs)}")
@@ -79,7 +79,7 @@ def compare(answer: dict, wanted: dict) -> Comparison:
     if same < len(mine):
         found.parted = same
         _compare_swap(found, mine[same], theirs[same], wanted["meta_info"]["output_top_logprobs"][same])
-    if "output_token_logprobs" in answer["meta_info"]:
+    if measured:
         _compare_values(found, answer["meta_info"], wanted, same)
     return found
 

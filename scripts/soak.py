@@ -58,7 +58,7 @@ class Soak:
         self.seen: Counter[str] = Counter()
         self.problems: list[str] = []
         self.wanted: list[dict] = []
-        self.answered: list[tuple[int, dict]] = []
+        self.answered: list[tuple[int, bool, dict]] = []
 
     def body(self, index: int, measured: bool) -> dict:
         """With log-probabilities, or without."""
@@ -104,11 +104,11 @@ class Soak:
         self.seen[kind] += 1
 
     def _whole(self, index: int, measured: bool) -> None:
-        self.answered.append((index, self.ask(self.body(index, measured))))
+        self.answered.append((index, measured, self.ask(self.body(index, measured))))
 
     def _streamed(self, index: int, measured: bool) -> None:
         *_, last = self._stream(index, measured)
-        self.answered.append((index, last))
+        self.answered.append((index, measured, last))
 
     def _cut(self, index: int, measured: bool) -> None:
         """Leave half-way through the answer."""
@@ -135,9 +135,9 @@ class Soak:
     def compare(self) -> Tally:
         """Every completed answer so far against the one before; once the soak is over, for some need a run alone."""
         tally, forced = Tally(), {}
-        for index, answer in self.answered:
+        for index, measured, answer in self.answered:
             try:
-                found = compare(answer, self.wanted[index])
+                found = compare(answer, self.wanted[index], measured=measured)
                 if found.parted is not None and not found.problem:
                     key = index, *answer["output_ids"]
                     if key not in forced:

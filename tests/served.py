@@ -147,11 +147,13 @@ def _wait(process: subprocess.Popen, server: Server, seconds: float) -> None:
         time.sleep(0.5)
 
 
-def assert_same_answers(server: Server, prompts: list[list[int]], found: list[dict], wanted: list[dict]) -> None:
-    """Answers against those alone: tokens, and log-probabilities where they were asked for (scripts/answers.py)."""
+def assert_same_answers(
+    server: Server, prompts: list[list[int]], found: list[dict], wanted: list[dict], *, measured: bool = True
+) -> None:
+    """Answers against those alone: tokens, and log-probabilities if they were asked for (scripts/answers.py)."""
     tally = answers.Tally()
     for prompt, answer, one in zip(prompts, found, wanted, strict=True):
-        comparison = answers.compare(answer, one)
+        comparison = answers.compare(answer, one, measured=measured)
         if comparison.parted is not None and not comparison.problem:
             server.flush()
             forced = server.answer(answers.forced_question(prompt, answer["output_ids"]))

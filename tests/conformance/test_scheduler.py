@@ -152,7 +152,7 @@ def test_requests_of_all_sizes_at_once(server):
     server.flush()
     mixed, log = together(server, [plain_question(ids, steps) for ids, (_, steps) in zip(prompts, sizes, strict=True)])
     assert mixed_rows(log, mixed) > 0 and retractions(mixed, log) > 0 and max(decode_rows(log)) > 2
-    assert_same_answers(server, prompts, mixed, wanted)
+    assert_same_answers(server, prompts, mixed, wanted, measured=False)
     server.flush()
     bodies = [question(ids, steps, one) for ids, (_, steps), one in zip(prompts, sizes, wanted, strict=True)]
     measured, log = together(server, bodies)
@@ -190,7 +190,7 @@ def test_a_short_soak(server):
     tally = run.compare()
     print(f"\n{tally}")
     assert run.problems == [] and len(tally) == run.seen["whole"] + run.seen["streamed"]
-    assert {"output_token_logprobs" in answer["meta_info"] for _, answer in run.answered} == {True, False}
+    assert {measured for _, measured, _ in run.answered} == {True, False}
     assert run.seen["whole"] and run.seen["streamed"] and run.seen["cut"] and run.seen["malformed"]
 
 

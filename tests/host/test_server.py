@@ -87,7 +87,7 @@ def test_batch_mates_change_no_answer(server, measured):
     server.flush()
     log = server.log[before:]
     assert max(decode_rows(log)) > 1 and (measured or mixed_rows(log, together) > 0)
-    assert_same_answers(server, prompts, together, alone)
+    assert_same_answers(server, prompts, together, alone, measured=measured)
 
 
 def test_teacher_forced_probabilities_survive_batching(server):

@@ -57,7 +57,7 @@ def test_what_is_asked():
 def test_equal_answers():
     found = compare(WANTED, WANTED)
     assert (found.problem, found.parted, found.tokens, found.values, found.difference) == (None, None, 3, 6, 0.0)
-    found = compare(plain([5, 5, 5]), WANTED)
+    found = compare(plain([5, 5, 5]), WANTED, measured=False)
     assert (found.problem, found.tokens, found.values) == (None, 3, 0)
 
 
@@ -66,7 +66,7 @@ def test_a_swap_of_near_ties_is_excused():
     assert found.problem is None and found.parted == 1 and found.tokens == 1
     # The three after the prompt, one equal token, both at the swap.
     assert found.values == 6 and 0 < found.difference <= CASE_BOUND
-    assert compare(plain([5, 6, 7]), WANTED).problem is None
+    assert compare(plain([5, 6, 7]), WANTED, measured=False).problem is None
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -85,7 +85,7 @@ def test_a_swap_of_near_ties_is_excused():
 )
 def test_wrong_tokens(ids, says, measured):
     steps = [WIDE | {8: 3.0}, THIN | {8: 3.0}, WIDE | {8: 3.0}][: len(ids)]
-    found = compare(an_answer(ids, steps) if measured else plain(ids), WANTED)
+    found = compare(an_answer(ids, steps) if measured else plain(ids), WANTED, measured=measured)
     assert found.problem == says
 
 
@@ -140,7 +140,9 @@ def test_a_forced_run_of_other_tokens():
 
 def test_in_sum():
     swapped = an_answer([5, 6, 5], [WIDE, THIN, WIDE])
-    tally = Tally([compare(WANTED, WANTED), compare(swapped, WANTED), compare(plain([6, 5, 5]), WANTED)])
+    tally = Tally(
+        [compare(WANTED, WANTED), compare(swapped, WANTED), compare(plain([6, 5, 5]), WANTED, measured=False)]
+    )
     assert tally.tokens == 4
     assert str(tally).startswith("3 answers compared: 1 equal token for token, 1 through log-probabilities beyond")
 
@@ -159,14 +161,16 @@ class Stub:
 
 
 def test_a_test_fails_on_any_answer_and_on_none():
-    served.assert_same_answers(Stub({}), [PROMPT], [plain([5, 5, 5])], [WANTED])
+    served.assert_same_answers(Stub({}), [PROMPT], [plain([5, 5, 5])], [WANTED], measured=False)
+    with pytest.raises(KeyError, match="output_token_logprobs"):
+        served.assert_same_answers(Stub({}), [PROMPT], [plain([5, 5, 5])], [WANTED])
     with pytest.raises(AssertionError, match="prompt of 3 tokens: token 2 is 6, not 5"):
-        served.assert_same_answers(Stub({}), [PROMPT] * 2, [WANTED, plain([5, 5, 6])], [WANTED, WANTED])
+        served.assert_same_answers(Stub({}), [PROMPT] * 2, [WANTED, plain([5, 5, 6])], [WANTED] * 2, measured=False)
     with pytest.raises(AssertionError):
         served.assert_same_answers(Stub({}), [], [], [])
     stub = Stub(forced_answer([5, 6, 7], [-1.0, -1.1, -2.6], [-1.0, -1.0, -1.0]))
     with pytest.raises(AssertionError, match=r"token 2, 7, is 1\.60 below the best"):
-        served.assert_same_answers(stub, [PROMPT], [plain([5, 6, 7])], [WANTED])
+        served.assert_same_answers(stub, [PROMPT], [plain([5, 6, 7])], [WANTED], measured=False)
     assert stub.asked == [forced_question(PROMPT, [5, 6, 7])]
 
 
@@ -181,11 +185,12 @@ def a_soak(monkeypatch, forced: dict) -> soak.Soak:
 def test_a_soak_fails_on_what_differs(monkeypatch):
     forced = forced_answer([5, 6, 5], [-1.0, -1.1, -1.0], [-1.0, -1.0, -1.0])
     run = a_soak(monkeypatch, forced)
-    run.answered = [(0, WANTED), (0, plain([5, 6, 5])), (0, plain([5, 6, 5]))]
+    run.answered = [(0, True, WANTED), (0, False, plain([5, 6, 5])), (0, False, plain([5, 6, 5]))]
     tally = run.compare()
     assert run.problems == [] and tally.tokens == 9 and len(tally) == 3
     moved = an_answer([5, 5, 5], [WIDE, THIN, WIDE], moved={(0, 7): 3 * OFF})
-    run.answered = [(0, WANTED), (0, moved), (0, plain([6, 5, 5])), (0, {"output_ids": [5, 5, 5]})]
+    # The last was asked for log-probabilities and has none.
+    run.answered = [(0, True, WANTED), (0, True, moved), (0, False, plain([6, 5, 5])), (0, True, plain([5, 5, 5]))]
     tally = run.compare()
     assert len(run.problems) == 3 and len(tally) == 3 and "KeyError" in run.problems[2]
 
