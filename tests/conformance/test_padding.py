@@ -126,21 +126,29 @@ def test_nan_in_one_row_stays_in_it():
 
     https://github.com/flashinfer-ai/flashinfer/issues/3057 https://github.com/vllm-project/vllm/issues/40047
     """
-    outputs = []
+    outputs, records_of_good = [], []
     for poisoned in (False, True):
         bench = Bench(pages=4, **SMALL)
         good, bad = Request.draw(20, seed=1, slot=1), Request.draw(20, seed=2, slot=2)
         if poisoned:
             for data in bad.inputs:
-                data.q.fill_(math.nan)
-                data.q_lora.fill_(math.nan)
+                for rows in vars(data).values():
+                    rows.fill_(math.nan)
         check, bench.run_layer = bench.run_layer, None
         bench.run_layer = lambda *args, _check=check: _check(*args, check=False)
         bench.forward([(bad, 19), (good, 19)])
         bench.forward([(good, 1), (bad, 1)], "DECODE")
         outputs.append([bench.output(good, layer_id) for layer_id in range(10)])
+        records_of_good.append(bench.cache_bytes(good))
+        # What the bad request keeps is poisoned, or nothing was tried.
+        decode = {"swa": records.decode_swa_kv, "main": records.decode_main_kv}
+        for name, kept in bench.cache_bytes(bad).items():
+            if kind := decode.get(name.partition(".")[2]):
+                assert kind(kept).isnan().all() == poisoned, name
+        assert bench.output(bad, 9).isnan().all() == poisoned
     for clean, beside_nan in zip(*outputs, strict=True):
         assert torch.equal(clean, beside_nan) and not clean.isnan().any()
+    assert all(torch.equal(records_of_good[1][name], kept) for name, kept in records_of_good[0].items())
 
 
 def test_an_empty_extend_beside_a_live_one():

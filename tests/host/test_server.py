@@ -10,7 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from served import CASE_BOUND, MARGIN, golden_cases, log_probabilities, serve
+from answers import plain_question, question
+from served import (
+    CASE_BOUND,
+    assert_same_answers,
+    decode_rows,
+    golden_cases,
+    log_probabilities,
+    mixed_rows,
+    serve,
+)
 
 pytestmark = pytest.mark.server
 CHAT = [{"role": "user", "content": "Hello, who are you?"}]
@@ -18,8 +27,12 @@ CHAT = [{"role": "user", "content": "Hello, who are you?"}]
 
 @pytest.fixture(scope="module")
 def server(tiny_model):
-    """Small chunks mixed into decode batches, the prefix cache and overlap scheduling on: the busiest schedule."""
-    with serve("--chunked-prefill-size", "256", "--enable-mixed-chunk", "--enable-metrics") as server:
+    """Small chunks mixed into decode batches, the prefix cache and overlap scheduling on: the busiest schedule.
+
+    Two pages a chunk: with one, and mixing on, the host admits no second request beside a running one.
+    """
+    arguments = ["--chunked-prefill-size", "512", "--enable-mixed-chunk", "--enable-metrics"]
+    with serve(*arguments, "--decode-log-interval", "1") as server:
         yield server
 
 
@@ -30,13 +43,6 @@ def client(server):
 
 def random_prompt(n: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 1024), k=n)
-
-
-def greedy(server, prompt: list[int], steps: int = 8) -> tuple[list[int], list[float]]:
-    """Greedy tokens and, per step, the margin between the best and the second log-probability."""
-    answer = server.generate(prompt, steps, return_logprob=True, top_logprobs_num=2)
-    pairs = answer["meta_info"]["output_top_logprobs"]
-    return answer["output_ids"], [pair[0][0] - pair[1][0] for pair in pairs]
 
 
 def test_the_log_states_the_bytes(server):
@@ -65,18 +71,23 @@ def test_completions(client):
     assert text and streamed == text
 
 
-def test_batch_mates_change_no_answer(server):
-    """Alone, then all at once in another order: the same tokens while margins are wide, else close probabilities."""
+@pytest.mark.parametrize("measured", [True, False], ids=["with log-probabilities", "mixed"])
+def test_batch_mates_change_no_answer(server, measured):
+    """Alone, then all at once in another order; the host mixes only requests that ask for no log-probabilities."""
     prompts = [random_prompt(n, seed=n) for n in (5, 130, 257, 300, 31, 64)]
-    alone = [greedy(server, prompt) for prompt in prompts]
+    alone = [server.alone(prompt) for prompt in prompts]
+    bodies = [
+        question(prompt, 8, wanted) if measured else plain_question(prompt, 8)
+        for prompt, wanted in zip(prompts, alone, strict=True)
+    ]
     server.flush()
-    with ThreadPoolExecutor(len(prompts)) as executor:
-        together = list(executor.map(lambda prompt: greedy(server, prompt), reversed(prompts)))[::-1]
-    for prompt, (expected, margins), (tokens, _) in zip(prompts, alone, together, strict=True):
-        for step, margin in enumerate(margins):
-            if margin <= MARGIN:
-                break
-            assert tokens[step] == expected[step], f"prompt of {len(prompt)} tokens, step {step}"
+    before = len(server.log)
+    with ThreadPoolExecutor(len(bodies)) as executor:
+        together = list(executor.map(server.answer, reversed(bodies)))[::-1]
+    server.flush()
+    log = server.log[before:]
+    assert max(decode_rows(log)) > 1 and (measured or mixed_rows(log, together) > 0)
+    assert_same_answers(server, prompts, together, alone, measured=measured)
 
 
 def test_teacher_forced_probabilities_survive_batching(server):
@@ -168,17 +179,14 @@ def test_retraction_recomputes_the_same_answer(tiny_model):
     tight = ["--max-total-tokens", "2048", "--schedule-conservativeness", "0"]
     with serve(*tight, "--skip-tokenizer-init", "--enable-metrics", "--disable-radix-cache") as server:
         before = server.baseline()
-        alone = [greedy(server, prompt, steps) for prompt in prompts]
+        alone = [server.alone(prompt, steps) for prompt in prompts]
+        bodies = [question(prompt, steps, wanted) for prompt, wanted in zip(prompts, alone, strict=True)]
         with ThreadPoolExecutor(len(prompts)) as executor:
-            together = list(executor.map(lambda prompt: greedy(server, prompt, steps), prompts))
+            together = list(executor.map(server.answer, bodies))
         assert "#retracted_reqs" in server.log
+        assert sum(answer["meta_info"]["num_retractions"] for answer in together) > 0
         assert server.baseline() == before
-    for (expected, margins), (tokens, _) in zip(alone, together, strict=True):
-        assert len(tokens) == steps
-        for step, margin in enumerate(margins):
-            if margin <= MARGIN:
-                break
-            assert tokens[step] == expected[step]
+        assert_same_answers(server, prompts, together, alone)
 
 
 def test_decoder_bounded_replay(tiny_model):
