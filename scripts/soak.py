@@ -89,7 +89,9 @@ class Soak:
 
     def books(self) -> dict[str, float]:
         self.flush()
-        self.post("/generate", json.dumps({"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}))
+        # One token: decode batches write the books only now and then. And a flush, refused until they are written.
+        self.post("/generate", json.dumps(plain_question([5, 6, 7], 1)))
+        self.flush()
         text = requests.get(self.url + "/metrics", timeout=60).text
         books = {name: _metric(text, f"sglang:{name}") for name in BOOKS}
         if missing := [name for name, value in books.items() if value is None]:
