@@ -3,13 +3,14 @@
     python scripts/fuzz.py --minutes 60 [--seed 7] [--exact]       draw and run; exit status 1 on a mismatch
     python scripts/fuzz.py --replay tests/conformance/schedules/*.json     run saved schedules
 
-A request that ends must give the tokens that it gives alone while every margin between the best two log-probabilities
-is above 0.3; its log-probabilities stay within the golden bounds of the ones alone, or, where the tokens have parted
-at a thin margin, of the ones forced along its own tokens. Of the twenty best tokens after the prompt at least fifteen
-are the ones alone. A request that is aborted is held to the same with what it gave before. After each engine's
-schedules the pools' books are what they were before. Half of the engines check the pool's invariants in every forward.
-Every fourth engine runs decoder SWA bounded replay, which is approximate by design: there only log-probabilities are
-compared, with a wider bound. `--exact` asks for equal log-probabilities wherever replay is off.
+A request that ends must give the tokens that it gives alone, up to one at which the best two log-probabilities lie
+within 0.3; its log-probabilities stay within the golden bounds of the ones alone, or, where the tokens have parted, of
+the ones forced along its own tokens, each of which is within 0.3 of the best there. Of the twenty best tokens after the
+prompt at least fifteen are the ones alone. A request that is aborted is held to the same with what it gave before.
+After each engine's schedules the pools hold what they held before. Half of the engines check the pool's invariants in
+every forward. Half mix prefill chunks into decode batches; their requests ask for no log-probabilities, because the
+host mixes none that do. Every fourth engine runs decoder SWA bounded replay, which is approximate by design: there only
+log-probabilities are compared, with a wider bound. `--exact` asks for equal log-probabilities wherever replay is off.
 
 A failing schedule is made smaller for a while and saved as JSON under tests/conformance/schedules/.
 """
@@ -49,6 +50,8 @@ class Tally:
     engines: Counter = field(default_factory=Counter)
     compared: int = 0
     equal: int = 0
+    equal_tokens: int = 0
+    mixed: int = 0
     forced: int = 0
     aborted: int = 0
     aborted_compared: int = 0
@@ -80,12 +83,15 @@ class Tally:
         replay = max(self.replay_differences, default=0.0)
         engines = ", ".join(f"{count} with {what}" for what, count in sorted(self.engines.items()) if what != "all")
         prompts = "".join(f", {count} {what}" for what, count in sorted(self.prompts.items()))
+        requests = (
+            f"{self.compared} requests compared ({self.equal} equal to the last bit, {self.equal_tokens} token for "
+            f"token without log-probabilities, {self.forced} forced{prompts}), {self.aborted} aborted "
+            f"({self.aborted_compared} of those compared), {self.tokens} tokens, {self.mixed} decoded in prefills"
+        )
         return (
-            f"{self.schedules} schedules on {self.engines['all']} engines ({engines}): {self.compared} requests "
-            f"compared ({self.equal} equal to the last bit, {self.forced} forced{prompts}), {self.aborted} aborted "
-            f"({self.aborted_compared} of those compared), {self.tokens} tokens; difference without replay mean "
-            f"{mean:.4f} max {max(self.differences, default=0.0):.4f}, with replay max {replay:.4f}; at least "
-            f"{self.least_common} of the {TOP} best tokens in common"
+            f"{self.schedules} schedules on {self.engines['all']} engines ({engines}): {requests}; difference without "
+            f"replay mean {mean:.4f} max {max(self.differences, default=0.0):.4f}, with replay max {replay:.4f}; at "
+            f"least {self.least_common} of the {TOP} best tokens in common"
         )
 
 
@@ -99,13 +105,22 @@ class Fuzzer:
 
     def check(self, engine: EngineProcess, schedule: Schedule) -> list[str]:
         """Play a schedule; the mismatches, each in a sentence."""
+        before = engine.decode_rows()
         answers = engine.run(schedule)
         self.tally.schedules += 1
+        self._count_mixed(schedule, answers, engine.decode_rows() - before)
         problems = []
         for index, (request, answer) in enumerate(zip(schedule.requests, answers, strict=True)):
             if problem := self._answered(engine, schedule.engine, request, answer):
                 problems.append(f"request {index} ({len(request.input_ids)} tokens): {problem}")
         return problems
+
+    def _count_mixed(self, schedule: Schedule, answers: list[Answer], decoded: int) -> None:
+        """Tokens that came neither from a decode batch nor from their request's own prefill."""
+        if schedule.engine.mixed_chunk and not any(answer.finish == "abort" for answer in answers):
+            # After a retraction a prefill gives the next token.
+            own = sum(1 + answer.retractions for answer in answers)
+            self.tally.mixed += max(0, sum(len(answer.ids) for answer in answers) - own - decoded)
 
     def _answered(self, engine, config: EngineConfig, request: Request, answer: Answer) -> str | None:
         """What is wrong with a request's end or with what it gave, or None."""
@@ -115,12 +130,12 @@ class Fuzzer:
             if not answer.ids:
                 return None
             self.tally.aborted_compared += 1
-        elif not _is_whole(answer, request.new_tokens):
+        elif not _is_whole(answer, request.new_tokens, measured=not config.mixed_chunk):
             return f"ended as {answer.finish!r} after {count} tokens with {len(answer.chosen)} log-probabilities"
         if count > request.new_tokens:
             return f"gave {count} tokens and was asked for {request.new_tokens}"
         alone = engine.alone(request.input_ids, request.new_tokens)
-        if not _is_whole(alone, request.new_tokens):
+        if not _is_whole(alone, request.new_tokens, measured=True):
             return f"alone it ended as {alone.finish!r} after {len(alone.ids)} tokens"
         self.tally.see(config, request.input_ids, answer)
         return self._judge(engine, config, request.input_ids, answer, alone.first(count))
@@ -128,13 +143,19 @@ class Fuzzer:
     def _judge(self, engine, config: EngineConfig, prompt: list[int], answer: Answer, alone: Answer) -> str | None:
         tally, replay = self.tally, config.replay
         same = next((i for i, (a, b) in enumerate(zip(answer.ids, alone.ids, strict=True)) if a != b), len(answer.ids))
-        if same < len(answer.ids) and not replay and min(alone.margins[: same + 1]) > MARGIN:
-            return f"token {same} is {answer.ids[same]}, alone {alone.ids[same]}, at a margin of {alone.margins[same]}"
-        if same == len(answer.ids):
-            wanted = alone.chosen
-        else:
+        wanted = alone.chosen
+        if same < len(answer.ids):
+            # What comes before is equal, so that both mean the same margin.
+            if not replay and not alone.margins[same] <= MARGIN:
+                return (
+                    f"token {same} is {answer.ids[same]}, alone {alone.ids[same]}, at a margin of {alone.margins[same]}"
+                )
             tally.forced += 1
-            wanted = engine.forced(prompt + answer.ids, len(prompt))
+            forced = engine.forced(prompt + answer.ids, len(prompt))
+            wanted = [value for value, _ in forced]
+            for step, (_, below) in enumerate(forced):
+                if not replay and not below <= MARGIN:
+                    return f"token {step}, {answer.ids[step]}, is {below:.3f} below the best of a forced run"
         # An abort may come before the log-probabilities of its last tokens.
         distances = [_distance(answer.chosen, wanted[: len(answer.chosen)])] if answer.chosen else []
         if answer.top:
@@ -146,14 +167,18 @@ class Fuzzer:
                 return f"only {len(both)} of the {TOP} best tokens after the prompt are the ones alone"
             distances.append(statistics.fmean(abs(a - b) for a, b in both))
         tops = alone.top[: len(answer.top)]
-        tally.equal += answer.ids == alone.ids and answer.top == tops
-        (tally.replay_differences if replay else tally.differences).append(max(distances, default=0.0))
+        if config.mixed_chunk:
+            tally.equal_tokens += answer.ids == alone.ids
+        else:
+            tally.equal += answer.ids == alone.ids and answer.top == tops
+        if distances:
+            (tally.replay_differences if replay else tally.differences).append(max(distances))
         bound = REPLAY_BOUND if replay else CASE_BOUND
         for distance in distances:
             # NaN is within no bound.
             if not distance <= bound:
                 return f"log-probabilities differ by {distance:.3f} on average, more than {bound}"
-        if self.exact and not replay and answer.top != tops:
+        if self.exact and not replay and answer.top and answer.top != tops:
             return f"log-probabilities are not equal (difference {max(distances):.6f})"
         return None
 
@@ -253,9 +278,10 @@ def is_enough(played: int, seconds_left: float) -> bool:
     return seconds_left < 0 or (played >= SCHEDULES_PER_ENGINE and seconds_left > WORTH_A_START)
 
 
-def _is_whole(answer: Answer, count: int) -> bool:
-    """Whether an answer ended at its length, with log-probabilities for every token."""
-    return answer.finish == "length" and {len(answer.ids), len(answer.chosen), len(answer.top)} == {count}
+def _is_whole(answer: Answer, count: int, *, measured: bool) -> bool:
+    """Whether an answer ended at its length, with log-probabilities for every token, or for none if not measured."""
+    logprobs = {len(answer.chosen), len(answer.top)}
+    return answer.finish == "length" and len(answer.ids) == count and logprobs == {count if measured else 0}
 
 
 def _distance(mine: list[float], theirs: list[float]) -> float:

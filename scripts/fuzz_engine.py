@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from answers import below_the_best
 from fuzz_schedule import EngineConfig, Request, Schedule
 
 MODEL = Path(__file__).parents[1] / "configs" / "tiny-dsv41"
 TOP = 20
 START_SECONDS, CALL_SECONDS, CLOSE_SECONDS = 300, 600, 10
-COUNTS = ("kv_used_tokens", "kv_available_tokens", "swa_used_tokens", "swa_available_tokens", "num_running_reqs")
+COUNTS = ("kv_used_tokens", "swa_used_tokens", "num_running_reqs")
 
 
 class EngineDied(RuntimeError):
@@ -68,13 +69,19 @@ class EngineProcess:
     def alone(self, input_ids: list[int], new_tokens: int) -> Answer:
         return self._call("alone", input_ids, new_tokens)
 
-    def forced(self, input_ids: list[int], start: int) -> list[float]:
-        """Log-probabilities of the tokens from `start` on, each given all before it."""
+    def forced(self, input_ids: list[int], start: int) -> list[tuple[float, float]]:
+        """Of each token from `start` on, given all before it: its log-probability, and how far it is below the best."""
         return self._call("forced", input_ids, start)
 
     def counts(self) -> dict[str, float]:
-        """The pools' books after a flush and one short request."""
+        """What a request of one token finds held, itself included; no flush, which would clear a leak away."""
         return self._call("counts")
+
+    def decode_rows(self) -> int:
+        """Rows of all decode batches so far."""
+        return sum(
+            map(int, re.findall(r"Decode batch, #running-req: (\d+)", self.log_path.read_text(errors="replace")))
+        )
 
     def close(self) -> None:
         if self._process.pid is not None and self._process.is_alive():
@@ -144,8 +151,11 @@ def _serve(pipe, config: EngineConfig, log_path: str) -> None:
         disable_overlap_schedule=not config.overlap,
         enable_decoder_swa_bounded_replay=config.replay,
         schedule_conservativeness=0.1,
+        # Every decode batch is in the log.
+        decode_log_interval=1,
     )
-    player = Player(engine)
+    # The host mixes no prefill into a decode batch of which a request asks for log-probabilities.
+    player = Player(engine, measured=not config.mixed_chunk)
     pipe.send(("ready", None))
     while True:
         name, arguments = pipe.recv()
@@ -156,17 +166,17 @@ def _serve(pipe, config: EngineConfig, log_path: str) -> None:
 
 
 class Player:
-    """Plays schedules on an engine, inside its process."""
+    """Plays schedules on an engine, inside its process; measured: the schedules' requests ask for log-probabilities."""
 
-    def __init__(self, engine):
-        self.engine = engine
+    def __init__(self, engine, *, measured: bool):
+        self.engine, self.measured = engine, measured
         self._serial = 0
 
     def alone(self, input_ids: list[int], new_tokens: int) -> Answer:
         self._flush()
         return self._wait(self._generate(input_ids, new_tokens))
 
-    def forced(self, input_ids: list[int], start: int) -> list[float]:
+    def forced(self, input_ids: list[int], start: int) -> list[tuple[float, float]]:
         self._flush()
         answer = self._wait(
             self.engine.async_generate(
@@ -174,9 +184,12 @@ class Player:
                 sampling_params={"max_new_tokens": 1, "temperature": 0},
                 return_logprob=True,
                 logprob_start_len=start - 1,
+                top_logprobs_num=1,
             )
         )
-        return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][-(len(input_ids) - start) :]]
+        meta, ids = answer["meta_info"], input_ids[start:]
+        values = [entry[0] for entry in meta["input_token_logprobs"][-len(ids) :]]
+        return list(zip(values, below_the_best(answer, ids), strict=True))
 
     def run(self, schedule: Schedule) -> list[Answer]:
         self._flush()
@@ -185,12 +198,20 @@ class Player:
     def counts(self) -> dict[str, float]:
         from prometheus_client import CollectorRegistry, multiprocess
 
-        self._flush()
-        self._wait(self._generate([5, 6, 7], 2))
-        registry = CollectorRegistry()
-        multiprocess.MultiProcessCollector(registry)
-        samples = {s.name: s.value for metric in registry.collect() for s in metric.samples}
-        return {name: samples[f"sglang:{name}"] for name in COUNTS}
+        last = None
+        for _ in range(100):
+            # Twice: the first's books are written by the second's prefill.
+            for _ in range(2):
+                self._wait(self._generate([5, 6, 7], 1))
+            registry = CollectorRegistry()
+            multiprocess.MultiProcessCollector(registry)
+            samples = {s.name: s.value for metric in registry.collect() for s in metric.samples}
+            books = {name: samples[f"sglang:{name}"] for name in COUNTS}
+            if books == last:
+                return books
+            last = books
+            self._wait(asyncio.sleep(0.1))
+        raise RuntimeError(f"the pools' books do not settle: {last}")
 
     def _wait(self, work) -> Any:
         return self.engine.loop.run_until_complete(work)
@@ -227,6 +248,7 @@ class Player:
     async def _generate(
         self, input_ids: list[int], new_tokens: int, request: Request | None = None, saw: Callable | None = None
     ) -> Answer:
+        measured = {"return_logprob": True, "top_logprobs_num": TOP} if request is None or self.measured else {}
         self._serial += 1
         rid, timer = f"fuzz-{self._serial}", None
         abort = self.engine.tokenizer_manager.abort_request
@@ -235,10 +257,9 @@ class Player:
         stream = await self.engine.async_generate(
             input_ids=input_ids,
             sampling_params={"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
-            return_logprob=True,
-            top_logprobs_num=TOP,
             stream=True,
             rid=rid,
+            **measured,
         )
         answer = Answer(finish="abort")
         try:

@@ -45,8 +45,9 @@ class EngineConfig:
         cls, rng: random.Random, *, replay: bool, check: bool = False, mixed: bool = False, small: bool = False
     ) -> EngineConfig:
         """The rest is drawn. small: a pool in which requests are retracted for want of room."""
+        # With chunks of a page the host mixes nothing: it runs requests one by one.
         return cls(
-            chunked_prefill_size=rng.choice([256, 256, 512, 1024]),
+            chunked_prefill_size=rng.choice([512, 512, 1024] if mixed and not replay else [256, 256, 512, 1024]),
             mixed_chunk=mixed and not replay,
             radix_cache=rng.random() < 0.8,
             overlap=rng.random() < 0.7,

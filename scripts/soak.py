@@ -29,7 +29,9 @@ from answers import Tally, compare, compare_forced, forced_question, plain_quest
 
 BLOCK = 20
 LENGTHS = [1, 2, 3, 5, 8, 9, 16, 31, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300]
-BOOKS = ("kv_used_tokens", "kv_available_tokens", "swa_used_tokens", "swa_available_tokens", "num_running_reqs")
+# Read without a flush, which would clear a leak away, and after one.
+HELD = ("kv_used_tokens", "swa_used_tokens", "num_running_reqs")
+BOOKS = ("kv_available_tokens", "swa_available_tokens")
 # csa2's own, which another backend's server does not have.
 STAY_ZERO = ("csa2:refused_total", "csa2:fallen_back_total")
 MALFORMED: list[tuple[str, str]] = [
@@ -88,15 +90,29 @@ class Soak:
             self.wanted.append(self.ask(question(prompt, new_tokens)))
 
     def books(self) -> dict[str, float]:
+        """What a request of one token finds held, itself included, and what is free after a flush."""
+        held = self._settled(HELD)
         self.flush()
-        # One token: decode batches write the books only now and then. And a flush, refused until they are written.
-        self.post("/generate", json.dumps(plain_question([5, 6, 7], 1)))
-        self.flush()
-        text = requests.get(self.url + "/metrics", timeout=60).text
-        books = {name: _metric(text, f"sglang:{name}") for name in BOOKS}
-        if missing := [name for name, value in books.items() if value is None]:
-            raise SystemExit(f"{self.url}/metrics has no {', '.join(missing)}: start the server with --enable-metrics")
-        return books | {name: value for name in STAY_ZERO if (value := _metric(text, name)) is not None}
+        return held | self._settled(BOOKS + STAY_ZERO)
+
+    def _settled(self, names: tuple[str, ...]) -> dict[str, float]:
+        """The endpoint's numbers once they stay as they are."""
+        last = None
+        for _ in range(100):
+            # One token: decode batches write the books only now and then. Twice: the first's are written by then.
+            for _ in range(2):
+                self.post("/generate", json.dumps(plain_question([5, 6, 7], 1)))
+            text = requests.get(self.url + "/metrics", timeout=60).text
+            found = {name: _metric(text, name if name in STAY_ZERO else f"sglang:{name}") for name in names}
+            if missing := [name for name, value in found.items() if value is None and name not in STAY_ZERO]:
+                raise SystemExit(
+                    f"{self.url}/metrics has no {', '.join(missing)}: start the server with --enable-metrics"
+                )
+            if found == last:
+                return {name: value for name, value in found.items() if value is not None}
+            last = found
+            time.sleep(0.2)
+        raise SystemExit(f"the books do not settle: {last}")
 
     def one(self, kind: str, index: int, measured: bool) -> None:
         try:

@@ -95,10 +95,13 @@ def test_shrinking_only_makes_smaller():
 class Stub:
     """An engine that answers as told."""
 
-    def __init__(self, answer: Answer, alone: Answer, forced: list[float] | None = None):
-        self._answer, self._alone, self._forced = answer, alone, forced or []
+    def __init__(self, answer: Answer, alone: Answer, forced: list | None = None, decoded: int = 0):
+        """forced: log-probabilities of tokens that are the best, or pairs with how far below it they are."""
+        self._answer, self._alone, self._decoded, self._played = answer, alone, decoded, False
+        self._forced = [one if isinstance(one, tuple) else (one, 0.0) for one in forced or []]
 
     def run(self, schedule):
+        self._played = True
         return [self._answer]
 
     def alone(self, ids, new_tokens):
@@ -106,6 +109,9 @@ class Stub:
 
     def forced(self, ids, start):
         return self._forced
+
+    def decode_rows(self):
+        return self._decoded * self._played
 
 
 def answer(ids: list[int], chosen: list[float], margin: float = 1.0, **changes) -> Answer:
@@ -128,11 +134,13 @@ def strangers(mine: Answer, count: int) -> Answer:
     return replace(mine, top=[first[: TOP - count] + [(v, 500 + t) for v, t in first[TOP - count :]], *mine.top[1:]])
 
 
-def judged(tmp_path, mine: Answer, alone: Answer, forced=None, *, engine=None, exact=False, **request) -> tuple:
+def judged(
+    tmp_path, mine: Answer, alone: Answer, forced=None, *, engine=None, exact=False, decoded=0, **request
+) -> tuple:
     asked = Request(**{"prefix_seed": 1, "shared": 0, "own_seed": 1, "own": 3, "new_tokens": 2} | request)
     fuzzer = fuzz.Fuzzer(exact=exact, logs=tmp_path)
     schedule = Schedule("1", engine or EngineConfig(), (asked,))
-    return fuzzer.check(Stub(mine, alone, forced), schedule), fuzzer.tally
+    return fuzzer.check(Stub(mine, alone, forced, decoded), schedule), fuzzer.tally
 
 
 BOTH = answer([5, 6], [-1.0, -1.0])
@@ -199,6 +207,45 @@ def test_an_aborted_request_that_parted_at_a_thin_margin_is_forced(tmp_path):
     assert judged(tmp_path, mine, THIN, [-1.0, -1.0], abort_after=1)[0] == []
     (problem,), tally = judged(tmp_path, mine, THIN, [-1.0, -1.5], abort_after=1)
     assert "differ by 0.250" in problem and tally.forced == 1
+
+
+def test_a_forced_token_far_below_the_best(tmp_path):
+    mine = answer([5, 7], [-1.0, -1.0], 0.2)
+    assert judged(tmp_path, mine, THIN, [(-1.0, 0.0), (-1.1, 0.3)])[0] == []
+    (problem,), _ = judged(tmp_path, mine, THIN, [(-1.0, 0.0), (-1.1, 0.4)])
+    assert "token 1, 7, is 0.400 below the best of a forced run" in problem
+    assert judged(tmp_path, mine, THIN, [(-1.0, 0.0), (-1.1, 0.4)], engine=EngineConfig(replay=True))[0] == []
+
+
+def test_a_thin_margin_excuses_its_own_token_alone(tmp_path):
+    """The first token's best two are close, the second's are not, and the second is another."""
+    theirs = answer([5, 6], [-1.0, -1.0])
+    theirs.top[0] = answer([5], [-1.0], 0.1).top[0]
+    (problem,), _ = judged(tmp_path, answer([5, 7], [-1.0, -1.0]), theirs, [-1.0, -1.0])
+    assert "token 1 is 7, alone 6, at a margin of" in problem
+
+
+def test_mixed_chunks_are_asked_for_tokens_alone(tmp_path):
+    mixed = {"engine": EngineConfig(chunked_prefill_size=512, mixed_chunk=True)}
+    plain = replace(BOTH, chosen=[], top=[])
+    found, tally = judged(tmp_path, plain, BOTH, **mixed)
+    # Neither token came from a decode batch, and one of them from the request's own prefill.
+    assert (found, tally.equal_tokens, tally.equal, tally.mixed, tally.differences) == ([], 1, 0, 1, [])
+    assert judged(tmp_path, plain, BOTH, decoded=1, **mixed)[1].mixed == 0
+    (problem,), _ = judged(tmp_path, replace(plain, ids=[5, 7]), BOTH, **mixed)
+    assert "token 1 is 7, alone 6" in problem
+    (problem,), _ = judged(tmp_path, replace(plain, ids=[5, 7]), THIN, [(-1.0, 0.0), (-1.0, 0.5)], **mixed)
+    assert "0.500 below the best" in problem
+    # The host would not have mixed it.
+    (problem,), _ = judged(tmp_path, BOTH, BOTH, **mixed)
+    assert "with 2 log-probabilities" in problem
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_engines_that_mix_have_chunks_that_the_host_mixes(number):
+    config = EngineConfig.draw(random.Random(number), **fuzz.kind(number))
+    assert config.mixed_chunk == (number % 4 < 2)
+    assert not config.mixed_chunk or config.chunked_prefill_size >= 512
 
 
 def test_exact_asks_for_equal_log_probabilities(tmp_path):
