@@ -82,10 +82,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Schedule:
+    """shows: what a replay of it must have met, by the names of the fuzzer's tally; for schedules made by hand."""
+
     seed: str
     engine: EngineConfig
     requests: tuple[Request, ...]
     note: str = field(default="", compare=False)
+    shows: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +98,8 @@ class Schedule:
     def load(cls, path: Path) -> Schedule:
         raw = json.loads(path.read_text())
         requests = tuple(Request(**request) for request in raw["requests"])
-        return cls(raw["seed"], EngineConfig(**raw["engine"]), requests, raw.get("note", ""))
+        engine, shows = EngineConfig(**raw["engine"]), tuple(raw.get("shows", ()))
+        return cls(raw["seed"], engine, requests, raw.get("note", ""), shows)
 
 
 def draw_schedule(seed: str, engine: EngineConfig) -> Schedule:

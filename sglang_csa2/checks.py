@@ -1,7 +1,9 @@
 """Pool invariants, checked in every forward when SGLANG_CSA2_CHECK=1; nothing of this runs otherwise.
 
 - The rows of a forward are those of the host's batch, with their positions, requests and slots.
-- A slot that is read holds what was written there since it was allocated, by the request or the prefix that reads it.
+- A slot that attention or a pair reads holds what was written there since it was allocated, by the request or the
+  prefix that reads it; so has every index key that a row sees. (Which keys a kernel fetches is for its own tests. A
+  prefix is as the host puts it together from pages; a page that it has freed and nobody has written is that page.)
 - A layer attends to its own window, whole, and to the main KV of its kv_source, by the choice of its index_source.
 - Only Full layers write compressed caches. A pair is closed with its own even token.
 - A selection does not outlive its forward. It is ascending, unique, inside what its row sees and inside its pool, and
@@ -38,20 +40,25 @@ def install(backend: Any) -> None:
             ledger.begin_tail(backend.forward_metadata, tail.metadata, tail.late_layer_tail.token_indices)
 
     def forward_low_ratio_sources(**kwargs: Any) -> None:
-        before = ops.compressed_stores
+        ops.layer = backend.plan[kwargs["layer"].layer_id]
         sources(**kwargs)
-        spec = backend.plan[kwargs["layer"].layer_id]
-        if ops.compressed_stores != before and not spec.writes_cache:
-            raise CheckError(f"layer {spec.layer_id} is a {spec.role.value} layer and wrote a compressed cache")
 
     def checked_forward(*args: Any, **kwargs: Any) -> Tensor:
         layer = kwargs["layer"] if "layer" in kwargs else args[3]
-        ops.attending = backend.plan[layer.layer_id]
+        ops.layer = backend.plan[layer.layer_id]
         return forward(*args, **kwargs)
 
     def init_forward_metadata_in_graph(forward_batch: Any) -> None:
         raise CheckError("SGLANG_CSA2_CHECK=1 cannot see into a CUDA graph; start with --disable-cuda-graph")
 
+    requests = backend.req_to_token_pool
+    free_rows = requests.free_rows
+
+    def freed(indices: list[int]) -> None:
+        ledger.forget(indices)
+        free_rows(indices)
+
+    requests.free_rows = freed
     backend.init_forward_metadata = init_forward_metadata
     backend.init_forward_metadata_in_graph = init_forward_metadata_in_graph
     backend.forward_low_ratio_sources = forward_low_ratio_sources
@@ -61,14 +68,14 @@ def install(backend: Any) -> None:
 class CheckedOps:
     """A route with stamps on its stores and questions before its reads.
 
-    compressed_stores: how many it made. attending: the plan of the layer whose attention runs, written by `install`'s.
+    layer: the plan of the layer whose sources or attention run, written by `install`'s.
     """
 
     sparse_prefill = None
 
     def __init__(self, inner: Any, ledger: Ledger):
-        self.inner, self.ledger, self.name, self.compressed_stores = inner, ledger, inner.name, 0
-        self.attending: Any = None
+        self.inner, self.ledger, self.name = inner, ledger, inner.name
+        self.layer: Any = None
 
     @property
     def meta(self) -> Csa2Metadata:
@@ -80,7 +87,7 @@ class CheckedOps:
 
     def main_kv_store(self, kv, score, rows, pending, norm, table, cache):
         ledger, meta = self.ledger, self.meta
-        self.compressed_stores += 1
+        self._writes(cache, "main KV")
         if pending is not None:
             ledger.read(pending, *self._waiting(rows))
         entries = self.inner.main_kv_store(kv, score, rows, pending, norm, table, cache)
@@ -114,11 +121,17 @@ class CheckedOps:
         of = meta.requests if not hasattr(rows, "entry_rows") else meta.requests[rows.entry_rows]
         return self.ledger.expected[of, entries.positions.clamp(min=0)]
 
+    def _writes(self, cache: Tensor, kind: str) -> None:
+        """A Full layer writes its own caches, no other layer any."""
+        if not self.layer.writes_cache:
+            raise CheckError(f"layer {self.layer.layer_id} is a {self.layer.role.value} layer and writes {kind}")
+        self.ledger.same(cache, kind, self.layer.layer_id, self.layer.layer_id, "writes")
+
     def index_k_store(self, key, norm, table, entries, cache) -> None:
+        self._writes(cache, "index K")
         self.inner.index_k_store(key, norm, table, entries, cache)
-        ledger, sources = self.ledger, self.ledger.backend.plan.kv_sources
-        ratio = next(s.ratio for s in sources if ledger.caches["index K", s.layer_id] == cache.data_ptr())
-        ledger.stamp(cache, entries.slots, self._entry_serials(self.meta.ratios[ratio], entries, self.meta))
+        rows = self.meta.ratios[self.layer.ratio]
+        self.ledger.stamp(cache, entries.slots, self._entry_serials(rows, entries, self.meta))
 
     def lists(self, meta: Csa2Metadata, ratio: int, topk: int) -> Any:
         return self.inner.lists(meta, ratio, topk)
@@ -129,7 +142,7 @@ class CheckedOps:
         return self.inner.sparse_attention(q, swa_cache, swa_slots, main_cache, main_slots, attn_sink, scale, lists)
 
     def _check_window(self, cache: Tensor, slots: Tensor, lists: Any) -> None:
-        ledger, meta, layer = self.ledger, self.meta, self.attending
+        ledger, meta, layer = self.ledger, self.meta, self.layer
         ledger.same(cache, "window KV", layer.layer_id, layer.layer_id)
         at = meta.window_first[:, None] + torch.arange(slots.shape[1], device=slots.device)
         listed = at <= meta.positions[:, None]
@@ -141,7 +154,7 @@ class CheckedOps:
             raise CheckError(f"layer {layer.layer_id} looks at fewer window slots than are listed")
 
     def _check_main(self, cache: Tensor | None, slots: Tensor | None, lists: Any) -> None:
-        ledger, meta, layer = self.ledger, self.meta, self.attending
+        ledger, meta, layer = self.ledger, self.meta, self.layer
         if layer.index_source is None:
             if slots is not None:
                 raise CheckError(f"layer {layer.layer_id} attends to its window alone and was given main KV")

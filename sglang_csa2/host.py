@@ -76,6 +76,11 @@ HOST_SYMBOLS = (
         "forward_batch, buffers, bs, raw_bs, num_tokens, global_num_tokens_cpu, seq_len_fill_value, "
         "capture_forward_mode, is_encoder_decoder",
     ),
+    HostSymbol(
+        "sglang.srt.mem_cache.memory_pool:ReqToTokenPool.free_rows",
+        "wrapped under SGLANG_CSA2_CHECK: request slots that are given back",
+        "self, indices",
+    ),
     HostSymbol(f"{_ALLOCATOR}.full_available_size", "read: used KV for the metrics", "self"),
     HostSymbol(f"{_ALLOCATOR}.swa_available_size", "read: used window KV for the metrics", "self"),
     HostSymbol(

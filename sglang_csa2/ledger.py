@@ -52,17 +52,22 @@ class Ledger:
                 if layer.ratio == 2:
                     self._know("pending pairs", one, pool.pending_pairs(one))
 
+    def forget(self, requests: list[int]) -> None:
+        """Request slots that the host has freed: who comes next adopts what it finds."""
+        for slot in requests:
+            self.lengths.pop(slot, None)
+
     def _know(self, kind: str, layer_id: int, cache: Tensor, per_row: int = 1) -> None:
         address = cache.data_ptr()
         self.stamps[address] = _zeros(cache.shape[:-1].numel() * per_row, cache.device)
         self.names[address] = f"{kind} of layer {layer_id}"
         self.caches[kind, layer_id] = address
 
-    def same(self, cache: Tensor | None, kind: str, source: int, layer_id: int) -> Tensor:
+    def same(self, cache: Tensor | None, kind: str, source: int, layer_id: int, does: str = "reads") -> Tensor:
         """The cache, which must be the one of this kind that `source` keeps."""
         if cache is None or cache.data_ptr() != self.caches[kind, source]:
-            read = "nothing" if cache is None else self.names.get(cache.data_ptr(), "what is not the pool's")
-            raise CheckError(f"layer {layer_id} reads {read}, not {kind} of layer {source}")
+            other = "nothing" if cache is None else self.names.get(cache.data_ptr(), "what is not the pool's")
+            raise CheckError(f"layer {layer_id} {does} {other}, not {kind} of layer {source}")
         return cache
 
     def begin(self, meta: Csa2Metadata, batch: Any) -> None:
@@ -117,19 +122,23 @@ class Ledger:
         return live
 
     def begin_tail(self, whole: Csa2Metadata, tail: Csa2Metadata, rows: Tensor) -> None:
-        """Bounded replay's rows are the last ones of the forward, each with what it sees."""
+        """Bounded replay's rows are the last ones of the forward, each with what it sees; they choose anew."""
+        if tail.selection is whole.selection:
+            raise CheckError("the selection of the whole forward is its tail's: it must be made anew")
         _equal(tail.positions, whole.positions[rows], "positions of the replayed tail", "the forward's")
         _equal(tail.requests, whole.requests[rows], "requests of the replayed tail", "the forward's")
         # A request's floor, where it has one, is a window before its end: none of its rows sees further back.
         plain = self._window_first(tail.positions)
-        last = torch.stack([tail.positions[tail.requests == one].amax() for one in tail.requests])
-        floored = torch.maximum(plain, self._window_first(last))
+        last = torch.zeros(len(self.expected), dtype=torch.int64, device=tail.positions.device)
+        last.scatter_reduce_(0, tail.requests, tail.positions, "amax")
+        floored = torch.maximum(plain, self._window_first(last[tail.requests]))
         wanted = torch.where(tail.window_first == plain, plain, floored)
-        _equal(tail.window_first, wanted, "first window positions of the tail", "a window before it or its end")
+        _equal(
+            tail.window_first, wanted, "first window positions of the replayed tail", "a window before it or its end"
+        )
         for ratio, kept in tail.ratios.items():
-            _equal(
-                kept.visible, whole.ratios[ratio].visible[rows], f"visible entries of the tail, ratio {ratio}", "all"
-            )
+            seen = whole.ratios[ratio].visible[rows]
+            _equal(kept.visible, seen, f"visible entries of the replayed tail at ratio {ratio}", "the forward's")
 
     def _window_first(self, positions: Tensor) -> Tensor:
         return (positions - self.backend.plan.config.sliding_window + 1).clamp(min=0)
@@ -177,10 +186,9 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 
 def _equal(mine: Tensor, wanted: Tensor, what: str, whose: str) -> None:
     if mine.shape != wanted.shape:
-        raise CheckError(f"the forward has {len(mine)} {what}, not {len(wanted)}")
+        raise CheckError(f"there are {len(mine)} {what}, not {len(wanted)}")
     if (wrong := mine != wanted).any():
         row = int(wrong.flatten().nonzero()[0])
         raise CheckError(
-            f"the {what} of the forward are not {whose}: place {row} is {int(mine.flatten()[row])}, "
-            f"not {int(wanted.flatten()[row])}"
+            f"the {what} are not {whose}: place {row} is {int(mine.flatten()[row])}, not {int(wanted.flatten()[row])}"
         )

@@ -160,7 +160,7 @@ class Bench:
         self.req_to_token = table.to(device)
         runner = SimpleNamespace(
             token_to_kv_pool=self.pool,
-            req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
+            req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token, free_rows=lambda indices: None),
             device=device,
             model_config=SimpleNamespace(hf_config=json.loads((TINY / "config.json").read_text()) | config_changes),
         )

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_csa2 import envs
 from sglang_csa2.ledger import CheckError
 from sglang_csa2.metadata import DecodeRatioRows
-from sglang_csa2.ops import TorchOps
+from sglang_csa2.ops import Entries, Norm, TorchOps
 
 SMALL = {"candidate_topk_blocks": 2, "index_topk": 4}
 
@@ -60,6 +60,67 @@ def test_sound_prefix_hits_pass(bench):
     bench.forward([(second, 1), (first, 1)], "DECODE")
 
 
+def test_a_page_put_in_the_place_of_its_copy_passes(bench):
+    """Two requests computed one prefix; the host keeps the first's page and the second reads it from then on."""
+    first, second = Request.draw(262, seed=1, slot=1), Request.draw(262, seed=1, slot=2)
+    bench.forward([(first, 257), (second, 257)])
+    bench.req_to_token[2, :256] = bench.req_to_token[1, :256]
+    bench.forward([(second, 1), (first, 1)], "DECODE")
+
+
+@pytest.mark.parametrize("rid", ["another", "the same"])
+def test_who_comes_after_in_a_request_slot_passes(bench, rid):
+    """The page is another request's by then: of another request in the slot, or of this one after a retraction."""
+    first, between = Request.draw(262, seed=1, slot=1), Request.draw(262, seed=1, slot=2)
+    bench.forward([(first, 256)], rids=["first"])
+    if rid == "the same":
+        bench.backend.req_to_token_pool.free_rows([1])
+    bench._free.append(int(bench.req_to_token[1, 0]) // 256)
+    bench.forward([(between, 256)], rids=["between"])
+    after = Request.draw(262, seed=1, slot=1)
+    after.length = 256
+    bench.forward([(after, 3)], rids=["first" if rid == "the same" else "after"])
+    bench.forward([(after, 1)], "DECODE", rids=["first" if rid == "the same" else "after"])
+
+
+REPLAYED = {
+    "one request": [[(0, 135)]],
+    "several, one without rows": [[(0, 135), (1, 20), (2, 3)], [(0, 2), (1, 0), (2, 1)]],
+    "beside decode rows": [[(0, 10)], [(1, 131), (0, 1)]],
+    "no rows at all": [[(0, 3)], [(0, 0)]],
+}
+
+
+@pytest.mark.parametrize("batches", REPLAYED.values(), ids=REPLAYED)
+@pytest.mark.parametrize("whole", [False, True], ids=["tails", "whole extends"])
+def test_replayed_batches_pass(monkeypatch, batches, whole):
+    monkeypatch.setenv("SGLANG_CSA2_CHECK", "1")
+    bench = Bench(pages=6, replays_tail=True, **SMALL)
+    requests = [Request.draw(140, seed=slot, slot=slot) for slot in (1, 2, 3)]
+    # Prompt log-probabilities from a position on keep all of a request's rows.
+    wants = {"return_logprob": True} if whole else {}
+    for batch in batches:
+        starts = {"extend_logprob_start_lens_cpu": [0] * len(batch)} if whole else {}
+        bench.forward([(requests[n], count) for n, count in batch], **wants, **starts)
+    bench.forward([(requests[0], 1)], "DECODE")
+
+
+def test_a_ratio_two_source_is_compressed_once_under_replay(monkeypatch):
+    """The tail starts at the last source: compressed again, it would pair the tail's rows and rewrite the ring."""
+    monkeypatch.setenv("SGLANG_CSA2_CHECK", "1")
+    config = {
+        "kv_source_layer_ids": [2],
+        "compress_ratios": [0, 0, *[2] * 8],
+        "candidate_source_layer_id": 2,
+        "index_source_layer_ids": [2, 7],
+    }
+    bench = Bench(pages=6, replays_tail=True, **SMALL, **config)
+    request = Request.draw(310, seed=1, slot=3)
+    bench.forward([(request, 301)])
+    bench.forward([(request, 4)])
+    bench.forward([(request, 1)], "DECODE")
+
+
 def test_bounded_replay_passes(monkeypatch):
     monkeypatch.setenv("SGLANG_CSA2_CHECK", "1")
     bench = Bench(pages=6, replays_tail=True, **SMALL)
@@ -88,36 +149,71 @@ def test_a_page_that_another_request_took(bench):
         bench.forward([(request, 1)], "DECODE")
 
 
-@pytest.mark.parametrize("fault", ["unwritten", "shifted"])
-def test_a_prefix_that_is_not_one_sequence(bench, fault):
+@pytest.mark.parametrize(("fault", "position"), [("unwritten", 0), ("shifted", 0), ("spliced", 4)])
+def test_a_prefix_that_is_not_one_sequence(bench, fault, position):
     start(bench, 20, slot=1)
+    start(bench, 20, slot=3)
     second = Request.draw(40, seed=2, slot=2)
     if fault == "shifted":
         bench.req_to_token[2, :8] = bench.req_to_token[1, 1:9]
+    elif fault == "spliced":
+        bench.req_to_token[2, :4], bench.req_to_token[2, 4:8] = bench.req_to_token[1, :4], bench.req_to_token[3, 4:8]
     else:
         bench.req_to_token[2, :8] = torch.arange(6 * 256, 6 * 256 + 8)
     second.length = 8
     bench.req_to_token[2, 8:256] = bench.req_to_token[1, 8:256]
-    with pytest.raises(CheckError, match="starts on a cached prefix of 8 tokens whose position 0"):
+    with pytest.raises(CheckError, match=f"starts on a cached prefix of 8 tokens whose position {position}"):
         bench.forward([(second, 1)])
 
 
-def test_a_reuse_layer_that_writes(bench):
+@pytest.mark.parametrize(
+    ("layer", "into", "kind", "message"),
+    [
+        (7, 5, "main KV", "layer 7 is a reindex layer and writes main KV"),
+        (7, 5, "index K", "layer 7 is a reindex layer and writes index K"),
+        (5, 2, "main KV", "layer 5 writes main KV of layer 2, not main KV of layer 5"),
+        (5, 2, "index K", "layer 5 writes index K of layer 2, not index K of layer 5"),
+    ],
+)
+def test_a_layer_that_writes_what_is_not_its_own(bench, layer, into, kind, message):
     request = start(bench)
-    backend, rows = bench.backend, request.inputs[3].rows(slice(0, 21))
-    layer = bench.layers[7]
-    choose = backend.indexer.choose
+    backend, rows, other = bench.backend, request.inputs[3].rows(slice(0, 21)), bench.layers[into]
+    meta, choose, ops = backend.forward_metadata, backend.indexer.choose, backend.ops
+    entries = Entries(rows.kv, meta.swa_out_slots, meta.positions)
 
     def writes_too(*args):
         choose(*args)
-        backend._compress(bench.layers[5], rows.x, backend.forward_metadata)
+        if kind == "main KV":
+            backend._compress(other, rows.x, meta)
+        else:
+            key = other.indexer.forward_wk(rows.kv)
+            norm = Norm(other.indexer.k_norm.weight, 1e-20)
+            ops.index_k_store(key, norm, other.freqs_cis, entries, bench.pool.index_cache(into))
 
     backend.indexer.choose = writes_too
-    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
-    with pytest.raises(CheckError, match="layer 7 is a reindex layer and wrote a compressed cache"):
+    with pytest.raises(CheckError, match=message):
         backend.forward_low_ratio_sources(
-            layer=layer, x=rows.x, q_lora=rows.q_lora, positions=backend.forward_metadata.positions, forward_batch=batch
+            layer=bench.layers[layer],
+            x=rows.x,
+            q_lora=rows.q_lora,
+            positions=meta.positions,
+            forward_batch=SimpleNamespace(forward_mode=ForwardMode.EXTEND),
         )
+
+
+def test_attention_that_writes(bench):
+    request = start(bench)
+    backend, attention = bench.backend, bench.backend.ops.inner.sparse_attention
+    rows = request.inputs[2].rows(slice(21, 22))
+
+    def writes_too(*args):
+        if backend.ops.layer.layer_id == 3:
+            backend._compress(bench.layers[2], rows.x, backend.forward_metadata)
+        return attention(*args)
+
+    backend.ops.inner.sparse_attention = writes_too
+    with pytest.raises(CheckError, match="layer 3 is a reuse layer and writes main KV"):
+        bench.forward([(request, 1)], "DECODE")
 
 
 def test_a_selection_that_outlives_its_forward(bench):
@@ -145,7 +241,7 @@ def test_a_selection_that_its_source_did_not_publish(bench, fault):
     attention = bench.backend.ops.sparse_attention
 
     def foreign(q, swa, swa_slots, main, main_slots, *rest):
-        if bench.backend.ops.attending.index_source == 7:
+        if bench.backend.ops.layer.index_source == 7:
             main_slots = fault(main_slots, bench.backend.forward_metadata.selection)
         return attention(q, swa, swa_slots, main, main_slots, *rest)
 
@@ -175,11 +271,12 @@ def test_another_layers_cache(bench, view, mine, other, message):
     [
         (lambda positions: positions.flip(-1), "not ascending, unique"),
         (lambda positions: positions[:, [0, 0, 1, 2]], "not ascending, unique"),
+        (lambda positions: positions.masked_fill(positions == positions[:, 1:2], -2), "not ascending, unique"),
         (lambda positions: positions + 30, "its row does not see"),
         (lambda positions: torch.tensor([[0, 1, 2, 3]]).expand_as(positions), "leaves the candidate pool"),
         (lambda positions: torch.cat([positions[:, 1:], positions[:, :1] * 0 - 1], 1), "holds 3 in row 0, where there"),
     ],
-    ids=["order", "twice", "beyond", "outside the pool", "too few"],
+    ids=["order", "twice", "below -1", "beyond", "outside the pool", "too few"],
 )
 def test_a_selection_that_breaks_a_rule(bench, fault, message):
     request = start(bench, 30)
@@ -226,14 +323,14 @@ def cut(slots: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (change_meta("positions", lambda p: p - 1), "positions of the forward are not the host's"),
-        (change_meta("requests", lambda r: r.roll(4)), "requests of the forward are not the host's"),
-        (change_meta("window_first", lambda w: w + 1), "first window positions of the forward are not"),
+        (change_meta("positions", lambda p: p - 1), "positions are not the host's"),
+        (change_meta("requests", lambda r: r.roll(4)), "requests are not the host's"),
+        (change_meta("window_first", lambda w: w + 1), "first window positions are not"),
         (change_meta("swa_slots", lambda s: s.masked_fill(s == s[:, :1], -1)), "does not attend to the whole window"),
         (change_meta("swa_slots", cut), "does not attend to the whole window"),
         (change_meta("swa_slots", lambda s: torch.where(s >= 0, s + 1, s)), "window KV of layer 0: slot"),
-        (change_rows(1, visible=lambda v: v - 1), "visible entries at ratio 1 of the forward are not"),
-        (change_rows(2, visible=lambda v: v + 1), "visible entries at ratio 2 of the forward are not"),
+        (change_rows(1, visible=lambda v: v - 1), "visible entries at ratio 1 are not"),
+        (change_rows(2, visible=lambda v: v + 1), "visible entries at ratio 2 are not"),
         (change_rows(2, partner_rows=lambda p: torch.where(p >= 0, p - 1, p)), "a row that is not its even token"),
         (change_rows(2, pending_reads=lambda r: r + 1), "pending pairs of layer 2: slot"),
         (change_rows(2, partner_rows=lambda p: p.clamp(min=0)), "a row that is not its even token"),
@@ -283,20 +380,107 @@ def test_bounds_that_hide_listed_slots(bench, name):
         bench.forward([(request, 1)], "DECODE")
 
 
-@pytest.mark.parametrize("fault", [-1, 1])
-def test_a_replayed_tail_with_another_window(monkeypatch, fault):
+def change_ratio(meta) -> None:
+    change_rows(1, visible=lambda v: v - 1)(meta)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (change_meta("window_first", lambda w: w - 1), "first window positions of the replayed tail"),
+        (change_meta("window_first", lambda w: w + 1), "first window positions of the replayed tail"),
+        (change_meta("positions", lambda p: p - 1), "positions of the replayed tail"),
+        (change_meta("requests", lambda r: r + 1), "requests of the replayed tail"),
+        (change_ratio, "visible entries of the replayed tail at ratio 1"),
+    ],
+    ids=str,
+)
+def test_a_replayed_tail_that_is_not_the_forwards(monkeypatch, fault, message):
     monkeypatch.setenv("SGLANG_CSA2_CHECK", "1")
     bench = Bench(pages=6, replays_tail=True, **SMALL)
     request, build_tail = Request.draw(140, seed=1, slot=3), bench.backend._build_tail
 
     def faulty(batch):
         tail = build_tail(batch)
-        tail.metadata.window_first += fault
+        fault(tail.metadata)
         return tail
 
     bench.backend._build_tail = faulty
-    with pytest.raises(CheckError, match="first window positions of the tail"):
+    with pytest.raises(CheckError, match=message):
         bench.forward([(request, 135)])
+
+
+def test_a_tail_with_the_forwards_selection(monkeypatch):
+    monkeypatch.setenv("SGLANG_CSA2_CHECK", "1")
+    bench = Bench(pages=6, replays_tail=True, **SMALL)
+    request, build_tail = Request.draw(140, seed=1, slot=3), bench.backend._build_tail
+
+    def faulty(batch):
+        tail = build_tail(batch)
+        tail.metadata.selection = bench.backend.forward_metadata.selection
+        return tail
+
+    bench.backend._build_tail = faulty
+    with pytest.raises(CheckError, match="the selection of the whole forward is its tail's"):
+        bench.forward([(request, 135)])
+
+
+def test_slots_that_are_not_the_tables(bench):
+    request = start(bench)
+    slot = int(bench.req_to_token[2, 21])
+    with pytest.raises(CheckError, match="the slots are not the table's: place 0 is"):
+        bench.forward([(request, 1)], "DECODE", out_cache_loc=torch.tensor([slot + 1]))
+
+
+def test_padding_with_a_position(bench):
+    request = start(bench)
+    bench.forward([(request, 1)], "DECODE")
+    meta = bench.backend.forward_metadata
+    meta.requests, meta.positions = torch.tensor([2, 0]), torch.tensor([21, 3])
+    meta.window_first = torch.tensor([0, 0])
+    batch = SimpleNamespace(
+        seq_lens_cpu=torch.tensor([22, 4]), forward_mode=ForwardMode.DECODE, req_pool_indices=torch.tensor([2, 0]),
+        out_cache_loc=torch.tensor([int(bench.req_to_token[2, 21]), 0]),
+    )  # fmt: skip
+    with pytest.raises(CheckError, match="positions of padding are not negative"):
+        bench.backend.ops.ledger._check_rows(meta, batch)
+
+
+def test_slots_beyond_a_cache_and_serials_of_nobody(bench):
+    start(bench)
+    ledger, cache = bench.backend.ops.ledger, bench.pool.main_cache(5)
+    slots = bench.req_to_token[2, :1].long()
+    serials = ledger.expected[2, :1]
+    ledger.read(cache, slots, serials)
+    ledger.read(cache, torch.tensor([-1]), torch.tensor([0]))
+    for places, wanted in ((slots + (1 << 40), serials), (slots + 100, torch.tensor([0]))):
+        with pytest.raises(CheckError, match="main KV of layer 5: slot"):
+            ledger.read(cache, places, wanted)
+
+
+def test_window_layers_read_no_main_kv(bench):
+    request = start(bench)
+    attention = bench.backend.ops.sparse_attention
+
+    def more(q, swa, swa_slots, main, main_slots, *rest):
+        return attention(q, swa, swa_slots, bench.pool.main_cache(2), swa_slots, *rest)
+
+    bench.backend.ops.sparse_attention = more
+    with pytest.raises(CheckError, match="layer 0 attends to its window alone and was given main KV"):
+        bench.forward([(request, 1)], "DECODE")
+
+
+def test_slots_that_are_not_their_entries(bench):
+    request = start(bench, 30)
+    choose = bench.backend.indexer.inner._choose
+
+    def faulty(layer, *rest):
+        chosen, pool = choose(layer, *rest)
+        return replace(chosen, slots=chosen.slots.roll(1, -1)), pool
+
+    bench.backend.indexer.inner._choose = faulty
+    with pytest.raises(CheckError, match="the selection of layer 2 has slots that are not its entries'"):
+        bench.forward([(request, 1)], "DECODE")
 
 
 def test_pairs_of_a_decode_in_fixed_shapes(bench):
