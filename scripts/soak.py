@@ -2,13 +2,15 @@
 
     python scripts/soak.py http://127.0.0.1:30000 [--requests 2000] [--parallel 8] [--seed 1] [--vocabulary 1024]
 
-The server runs with --enable-metrics, on this machine if its memory is to be compared. Before the soak every prompt is
-answered alone, on an empty cache; during it they come in any order, at once, whole or as a stream, and some streams are
-cut. By turns of BLOCK requests they ask for log-probabilities and do not, since the host mixes prefill into decode
-batches only without. Afterwards, on an empty cache again: pools and running requests are at their baseline, the
-scheduler's memory has not grown by more than a twentieth or 64 MiB, and every completed answer was the one before, by
-answers.py: equal tokens and log-probabilities within 0.12 on average, or apart at a margin of at most 0.3 and then
-compared through log-probabilities. Exit status 1 otherwise.
+The server runs with --enable-metrics, on this machine if its memory is to be compared. Before the soak every prompt
+is answered alone, on an empty cache; during it they come in any order, at once, whole or as a stream, and some
+streams are cut. By turns of BLOCK requests they ask for log-probabilities and do not, since the host mixes prefill
+into decode batches only without. Afterwards a request finds as many tokens of the pools held as before (prefixes in
+the cache are not held), as many are free on an empty cache, no request runs, the scheduler's memory has not grown by
+more than a twentieth or 64 MiB where this machine runs one scheduler (otherwise the output says that it was not
+compared), and every completed answer was the one before, by answers.py: equal tokens and log-probabilities within
+0.12 on average, or apart at a margin of at most 0.3 and then compared through log-probabilities. Exit status 1
+otherwise.
 """
 
 from __future__ import annotations
@@ -129,12 +131,14 @@ class Soak:
         self.answered.append((index, measured, last))
 
     def _cut(self, index: int, measured: bool) -> None:
-        """Leave half-way through the answer."""
-        stream = self._stream(index, measured)
+        """Leave half-way through an answer of eight tokens more than the prompt's."""
+        stream, answer = self._stream(index, measured, more=8), None
         for _ in range(max(1, self.prompts[index][1] // 2)):
-            if next(stream, None) is None:
+            answer = next(stream, None)
+            if answer is None:
                 break
         stream.close()
+        self.seen["cut before the end"] += answer is not None and answer["meta_info"]["finish_reason"] is None
 
     def _malformed(self, index: int, measured: bool) -> None:
         path, data = MALFORMED[index % len(MALFORMED)]
@@ -142,8 +146,9 @@ class Soak:
         if not 400 <= status < 500:
             self.problems.append(f"malformed request {path} {data[:60]} got status {status}, not 4xx")
 
-    def _stream(self, index: int, measured: bool) -> Iterator[dict]:
+    def _stream(self, index: int, measured: bool, more: int = 0) -> Iterator[dict]:
         body = self.body(index, measured) | {"stream": True}
+        body["sampling_params"]["max_new_tokens"] += more
         with self.post("/generate", json.dumps(body), stream=True) as response:
             response.raise_for_status()
             for line in response.iter_lines():

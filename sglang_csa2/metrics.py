@@ -8,12 +8,15 @@
 | `csa2:rows`                  | counter | query rows, without a graph's padding                              |
 | `csa2:rows_beyond_pool`      | counter | those whose context exceeds the candidate pool: their share of     |
 |                              |         | `csa2:rows` is the pool's coverage                                 |
-| `csa2:refused`               | counter | forwards that csa2 refused; stays 0                                |
+| `csa2:refused`               | counter | forwards that csa2 refused; stays 0. The host ends its scheduler   |
+|                              |         | on one, so that a scrape rarely sees it move                       |
 | `csa2:fallen_back`           | counter | forwards in which an operation's route is not the one chosen at    |
-|                              |         | start, or another function stands in its place; stays 0            |
+|                              |         | start, or another function stands where the backend, its ops or    |
+|                              |         | its indexer call one of theirs; stays 0                            |
 
 Counters end in `_total` on the endpoint. The numbers come from the host's own, once per forward; nothing is asked of a
-device. One rank of a server reports. Graph replays run what stood in place when they were captured.
+device. One rank of a server reports. Graph replays run what stood in place when they were captured, and what kernels
+call in turn is not looked at.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ _ENTRIES = (
     "forward_low_ratio_sources",
     "forward",
 )
+_POOL_ENTRIES = ("set_swa_key_buffer_radix_fused_norm_rope",)
 
 
 def enabled() -> bool:
@@ -55,8 +59,10 @@ def install(backend: Any, model_runner: Any, registry: Any = None) -> Report:
     report = Report(backend, model_runner, registry)
     backend.init_forward_metadata = report.around(backend.init_forward_metadata)
     backend.init_forward_metadata_out_graph = report.around(backend.init_forward_metadata_out_graph)
-    for name in _ENTRIES:
-        setattr(backend, name, report.watched(getattr(backend, name)))
+    pool = backend.token_to_kv_pool
+    for of, names in ((backend, _ENTRIES), (pool, _POOL_ENTRIES)):
+        for name in names:
+            setattr(of, name, report.watched(getattr(of, name)))
     return report
 
 
@@ -146,10 +152,11 @@ def _serving(backend: Any) -> dict[str, str]:
 
 def _standing(backend: Any) -> list[Any]:
     """The functions themselves: methods are equal where their objects are the same."""
-    ops = backend.ops
-    functions = [getattr(ops, name, None) for name in _OPERATIONS]
-    others = (backend.token_to_kv_pool._ops, "swa_store"), (backend.indexer, "choose"), (backend.indexer, "_choose")
-    return functions + [getattr(thing, name, None) for thing, name in others]
+    ops, indexer = backend.ops, backend.indexer
+    places = [(of, name) for of in (ops, _inner(ops)) for name in _OPERATIONS]
+    places += [(of, name) for of in (indexer, _inner(indexer)) for name in ("choose", "_choose", "_kernels")]
+    places.append((backend.token_to_kv_pool._ops, "swa_store"))
+    return [getattr(of, name, None) for of, name in places]
 
 
 def _inner(checked: Any) -> Any:

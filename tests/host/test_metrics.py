@@ -14,6 +14,7 @@ from sglang_csa2 import checks, metrics, routes
 from sglang_csa2.backend import BackendError
 from sglang_csa2.indexer import TorchIndexer
 from sglang_csa2.layer_plan import LayerPlan
+from sglang_csa2.layout import global_bytes_per_token, swa_bytes_per_slot
 from sglang_csa2.metrics import rows_beyond_pool
 from sglang_csa2.ops import TorchOps
 
@@ -140,6 +141,64 @@ def test_a_forward_on_another_route_than_at_start_is_counted(swap, monkeypatch):
         vars(counted.backend.ops).pop(name, None)
     counted.forward(1)
     assert counted.counts == (5, 0, 2)
+
+
+def test_a_kernel_behind_the_checks_is_counted():
+    counted = Counted(checked=True)
+    inner = counted.backend.ops.inner
+    attention = inner.sparse_attention
+    counted.forward(1)
+    inner.sparse_attention = lambda *arguments: attention(*arguments)
+    counted.forward(1)
+    assert counted.counts == (2, 0, 1)
+
+
+def test_a_gpu_indexers_kernels_are_counted():
+    """One of the indexer's functions for another, as its `_kernels` names them."""
+    counted = Counted()
+    counted.backend.indexer._kernels = ("scan", "best blocks")
+    report = metrics.Report(counted.backend, SimpleNamespace(), registry := CollectorRegistry())
+    batch = SimpleNamespace(seq_lens_cpu=torch.tensor([3]), forward_mode=MagicMock())
+    report.forward(batch)
+    counted.backend.indexer._kernels = ("scan", "other best blocks")
+    report.forward(batch)
+    assert registry.get_sample_value("csa2:fallen_back_total") == 1
+
+
+def test_used_bytes_are_those_held():
+    counted = Counted()
+    sizes = {"size_full": 1024, "size_swa": 512}
+    allocator = SimpleNamespace(full_available_size=lambda: 256, swa_available_size=lambda: 500, **sizes)
+    report = metrics.Report(
+        counted.backend, SimpleNamespace(token_to_kv_pool_allocator=allocator), registry := CollectorRegistry()
+    )
+    report.forward(SimpleNamespace(seq_lens_cpu=torch.tensor([3]), forward_mode=MagicMock()))
+    plan = counted.bench.plan
+    for kind, bytes_held in (("global", 768 * global_bytes_per_token(plan)), ("swa", 12 * swa_bytes_per_slot(plan))):
+        assert registry.get_sample_value("csa2:kv_bytes", {"kind": kind, "state": "used"}) == bytes_held > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["init_forward_metadata_in_graph", "enter_late_layer_tail", "get_swa_out_cache_loc", "forward"]
+)
+def test_every_entry_of_a_forward_may_refuse(name):
+    counted = Counted()
+    counted.backend.forward_metadata = None
+    with pytest.raises(Exception, match=r".") as error:
+        # None of them has what it needs.
+        if name == "forward":
+            counted.backend.forward(*[MagicMock()] * 7, save_kv_cache=True)
+        else:
+            getattr(counted.backend, name)(MagicMock())
+    assert not isinstance(error.value, AssertionError) and counted.counts == (0, 1, 0)
+
+
+def test_a_refused_store_of_window_kv_is_counted():
+    counted = Counted()
+    counted.bench.pool._ops = MagicMock(swa_store=MagicMock(side_effect=RuntimeError))
+    with pytest.raises(RuntimeError):
+        counted.forward(1)
+    assert counted.value("csa2:refused_total") == 1
 
 
 def test_a_start_on_another_route_than_the_tables_is_counted():
