@@ -17,6 +17,7 @@ MODULES = {
     "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "subprocess", "pty", "multiprocessing",
     "socket", "socketserver", "ssl", "urllib", "urllib3", "http", "requests", "httpx", "aiohttp", "ftplib", "smtplib",
     "telnetlib", "xmlrpc", "ctypes", "cffi", "shutil", "tempfile", "runpy", "code", "codeop", "builtins",
+    "asyncio", "zmq", "pandas", "huggingface_hub", "sqlite3", "webbrowser", "pdb", "imp", "zipimport",
 }  # fmt: skip
 BUILTINS = {"eval", "exec", "compile", "__import__", "__builtins__", "open", "input"}
 ATTRIBUTES = {
@@ -24,7 +25,12 @@ ATTRIBUTES = {
     "execlpe", "execv", "execve", "execvp", "execvpe", "spawnl", "spawnle", "spawnlp", "spawnlpe", "spawnv", "spawnve",
     "spawnvp", "spawnvpe", "open", "load", "loads", "from_file", "load_state_dict", "load_inline", "load_library",
     "unsafe_load", "import_module", "exec_module", "Unpickler", "eval", "exec", "__import__", "__builtins__",
+    "ProcessPoolExecutor", "load_module", "SourceFileLoader", "SourcelessFileLoader", "ExtensionFileLoader", "attrgetter", "methodcaller",
+    "read_pickle", "to_pickle", "recv_pyobj", "recv_object_list", "broadcast_object_list", "all_gather_object",
+    "gather_object", "scatter_object_list", "unlink", "remove", "rmdir", "rmtree", "rename", "symlink_to", "chmod",
 }  # fmt: skip
+# An argument that runs a checkpoint's own code.
+ARGUMENTS = {"trust_remote_code"}
 # What no allowance lifts: pickles of whatever classes the file names.
 TORCH_LOADS = ("torch.load", "torch.serialization.load")
 UNSAFE_LOAD = "torch.load without weights_only=True"
@@ -87,13 +93,20 @@ class _Scan(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         given = node.args
         every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        # Defaults and decorators are outside the parameters' reach.
+        for outer in (*given.defaults, *filter(None, given.kw_defaults), *getattr(node, "decorator_list", ())):
+            self.visit(outer)
         self._parameters.append({argument.arg for argument in every if argument})
-        self.generic_visit(node)
+        for inner in node.body if isinstance(node.body, list) else [node.body]:
+            self.visit(inner)
         self._parameters.pop()
 
     visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
 
     def visit_Call(self, node: ast.Call) -> None:
+        for keyword in node.keywords:
+            if keyword.arg in ARGUMENTS:
+                self._note(keyword.arg, node)
         value = {keyword.arg: keyword.value for keyword in node.keywords}.get("weights_only")
         if isinstance(value, ast.Constant) and value.value is True:
             self._safe_loads.add(node.func)
@@ -112,6 +125,13 @@ class _Scan(ast.NodeVisitor):
             if path and node.attr in MODULES:
                 self._note(node.attr, node)
             self._judge_load(path, node)
+        self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        # sys.modules["subprocess"]
+        name = getattr(node.slice, "value", None)
+        if self._path(node.value) == "sys.modules" and isinstance(name, str):
+            self._note(name.split(".")[0], node)
         self.generic_visit(node)
 
     def visit_Name(self, node: ast.Name) -> None:

@@ -38,8 +38,10 @@ ALLOWED = {
     "sglang_csa2/tools/plan": {"json.loads"},
     # The traces of a folder that the user of `show` names, tensors only.
     "sglang_csa2/tools/recorded": {"torch.load"},
-    # A scratch folder for an engine's traces.
-    "sglang_csa2/tools/served": {"tempfile"},
+    # A scratch folder for an engine's traces, cleared of an earlier run's.
+    "sglang_csa2/tools/served": {"tempfile", ".unlink"},
+    # A trace gets its name once it is whole.
+    "sglang_csa2/trace": {".rename"},
     # The recording, JSON, that the user of `verify` names.
     "sglang_csa2/tools/verify": {"json.loads"},
 }
@@ -86,6 +88,16 @@ def judged(source: str, allowed: set[str]) -> tuple[list, set[str]]:
         ("import os\ngetattr(os, 'system')('ls')", ".system"),
         ("import importlib\nimportlib.import_module(name)", "importlib.import_module"),
         ("eval(text)", "eval"),
+        ("def f(text, eval=eval):\n    return eval(text)", "eval"),
+        ("import sys\nsys.modules['subprocess'].run(c)", "subprocess"),
+        ("import asyncio\nasyncio.create_subprocess_shell(c)", "asyncio"),
+        ("from concurrent.futures import ProcessPoolExecutor", "concurrent.futures.ProcessPoolExecutor"),
+        ("import importlib.machinery as m\nm.SourceFileLoader(n, p)", "importlib.machinery.SourceFileLoader"),
+        ("import operator\noperator.attrgetter('system')(o)", "operator.attrgetter"),
+        ("import torch.distributed as d\nd.recv_object_list(x)", "torch.distributed.recv_object_list"),
+        ("def f(s):\n    return s.recv_pyobj()", ".recv_pyobj"),
+        ("def f(m, p):\n    return m.from_pretrained(p, trust_remote_code=True)", "trust_remote_code"),
+        ("import os\nos.unlink(p)", "os.unlink"),
         ("run = exec", "exec"),
         ("list(map(__import__, names))", "__import__"),
         ("open(path)", "open"),
