@@ -25,7 +25,8 @@ ATTRIBUTES = {
     "execlpe", "execv", "execve", "execvp", "execvpe", "spawnl", "spawnle", "spawnlp", "spawnlpe", "spawnv", "spawnve",
     "spawnvp", "spawnvpe", "open", "load", "loads", "from_file", "load_state_dict", "load_inline", "load_library",
     "unsafe_load", "import_module", "exec_module", "Unpickler", "eval", "exec", "__import__", "__builtins__",
-    "ProcessPoolExecutor", "load_module", "SourceFileLoader", "SourcelessFileLoader", "ExtensionFileLoader", "attrgetter", "methodcaller",
+    "ProcessPoolExecutor", "load_module", "SourceFileLoader", "SourcelessFileLoader", "ExtensionFileLoader",
+    "attrgetter", "methodcaller",
     "read_pickle", "to_pickle", "recv_pyobj", "recv_object_list", "broadcast_object_list", "all_gather_object",
     "gather_object", "scatter_object_list", "unlink", "remove", "rmdir", "rmtree", "rename", "symlink_to", "chmod",
 }  # fmt: skip
