@@ -321,8 +321,8 @@ MUTANTS = (
     Mutant(
         "the operations not watched",
         _METRICS,
-        "return functions + [",
-        "return [",
+        "for of in (ops, _inner(ops)) for name in _OPERATIONS]",
+        "for of in (ops, _inner(ops)) for name in ()]",
         f"{METRICS}::test_a_forward_on_another_route_than_at_start_is_counted",
     ),
     Mutant(

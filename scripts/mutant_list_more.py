@@ -34,9 +34,16 @@ CHECK_MUTANTS = (
     Mutant(
         "check: tokens of a page from several sequences",
         _LEDGER,
-        "whole[1:] &= borders | (self.before[full[1:]] == serials[:-1])",
+        "whole[1:] &= borders | (self.before[slots[1:]] == serials[:-1])",
         "del borders",
         f"{_OF_CHECKS}::test_a_prefix_that_is_not_one_sequence",
+    ),
+    Mutant(
+        "check: window KV goes with its page for ever",
+        _LEDGER,
+        "self.expected_window[slot, seen:length] = self.swa.chain(swa, positions[seen:], slot, length)",
+        "self.expected_window[slot, seen:length] = self.expected[slot, seen:length]",
+        f"{_OF_CHECKS}::test_window_kv_moved_under_a_cached_page",
     ),
     Mutant(
         "check: who was in a request slot before is still there",

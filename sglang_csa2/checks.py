@@ -148,8 +148,8 @@ class CheckedOps:
         listed = at <= meta.positions[:, None]
         if not torch.equal(slots >= 0, listed):
             raise CheckError(f"layer {layer.layer_id} does not attend to the whole window of every row")
-        places = at.clamp(max=ledger.expected.shape[1] - 1)
-        ledger.read(cache, slots, ledger.expected[meta.requests[:, None], places])
+        places = at.clamp(max=ledger.expected_window.shape[1] - 1)
+        ledger.read(cache, slots, ledger.expected_window[meta.requests[:, None], places])
         if lists is not None and (lists.swa_lengths < listed.sum(-1)).any():
             raise CheckError(f"layer {layer.layer_id} looks at fewer window slots than are listed")
 

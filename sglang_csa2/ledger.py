@@ -1,9 +1,10 @@
 """Who wrote what: the books behind `checks`.
 
-Each row's token gets a serial number, kept per full-pool slot with its position and the serial of the token before it.
-A store stamps its record with the serial; a read compares the stamp with the serial that the reading request expects
-at that position. A request expects its own rows' serials, and those of the prefix that it found in the tables, whose
-pages must each be one unbroken chain.
+Each row's token gets a serial number, kept per slot of the full and of the SWA pool with its position and the serial of
+the token before it. A store stamps its record with the serial; a read compares the stamp with the serial that the
+reading request expects at that position. A request expects its own rows' serials, and those of the prefix that it found
+in the tables, whose pages must each be one unbroken chain. Of window KV it expects those apart: the host may point a
+cached page, whose window KV it had given up, at the window KV that another request has computed for the same tokens.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ class CheckError(AssertionError):
 
 
 class Ledger:
-    """Serials per full-pool slot, stamps per record, and what each request slot expects.
+    """Who wrote which slot, stamps per record, and what each request slot expects.
 
-    serial, position, before: int64 [full slots] of each slot's token, 0 where none was written; `before` is the serial
-        of the token that precedes it. expected: int64 [request slots, context] serials by position.
+    full, swa: the tokens of the two pools' slots. expected, expected_window: int64 [request slots, context] serials by
+        position, of compressed and of window KV; 0 where a request may not read.
     stamps: per cache, by its address, int64 [slots]; names: what people call it. caches: addresses by kind and layer.
     """
 
     def __init__(self, backend: Any):
         self.backend, pool = backend, backend.token_to_kv_pool
         self.table = backend.req_to_token_pool.req_to_token
-        slots, device = pool.full_to_swa_index_mapping.shape[0], self.table.device
-        self.serial, self.before, self.position = (_zeros(slots, device) for _ in range(3))
-        self.expected = torch.zeros(self.table.shape, dtype=torch.int64, device=device)
+        self.full_to_swa, self.window = pool.full_to_swa_index_mapping, backend.plan.config.sliding_window
+        self.full = Tokens(self.full_to_swa.shape[0], self.table.device)
+        self.swa = Tokens(pool.swa_cache(0).shape[:-1].numel(), self.table.device)
+        self.expected, self.expected_window = (
+            torch.zeros(self.table.shape, dtype=torch.int64, device=self.table.device) for _ in range(2)
+        )
         self.seen = torch.zeros_like(self.table)
         self.lengths: dict[int, int] = {}
         self.owners: dict[int, Any] = {}
@@ -96,11 +100,12 @@ class Ledger:
             full = self.table[slot, first : first + len(own)].long()
             serials = torch.arange(self.next_serial, self.next_serial + len(own), device=full.device)
             self.next_serial += len(own)
-            self.serial[full], self.position[full] = serials, own
-            self.expected[slot, first : first + len(own)] = serials
-            if first:
-                self.before[full[0]] = self.expected[slot, first - 1]
-            self.before[full[1:]] = serials[:-1]
+            before = self.expected[slot, first - 1 : first] if first else serials.new_zeros(1)
+            window_before = self.expected_window[slot, first - 1 : first] if first else before
+            self.full.put(full, serials, own, before)
+            self.swa.put(self.full_to_swa[full].long(), serials, own, window_before)
+            for expected in (self.expected, self.expected_window):
+                expected[slot, first : first + len(own)] = serials
 
     def _check_rows(self, meta: Csa2Metadata, batch: Any) -> Tensor:
         """The rows are the batch's, by the host's own numbers; bool [rows] those that are not padding."""
@@ -141,22 +146,17 @@ class Ledger:
             _equal(kept.visible, seen, f"visible entries of the replayed tail at ratio {ratio}", "the forward's")
 
     def _window_first(self, positions: Tensor) -> Tensor:
-        return (positions - self.backend.plan.config.sliding_window + 1).clamp(min=0)
+        return (positions - self.window + 1).clamp(min=0)
 
     def _adopt(self, slot: int, length: int) -> None:
         full = self.table[slot, :length].long()
-        serials = self.serial[full]
-        whole = (serials > 0) & (self.position[full] == torch.arange(length, device=full.device))
-        # Pages are the host's to put together; inside one the tokens follow each other.
-        borders = torch.arange(1, max(length, 1), device=full.device) % PAGE_TOKENS == 0
-        whole[1:] &= borders | (self.before[full[1:]] == serials[:-1])
-        if not whole.all():
-            broken = int((~whole).nonzero()[0])
-            raise CheckError(
-                f"request slot {slot} starts on a cached prefix of {length} tokens whose position {broken} (slot "
-                f"{int(full[broken])}) was never written or belongs to another sequence"
-            )
-        self.expected[slot, :length] = serials
+        positions = torch.arange(length, device=full.device)
+        self.expected[slot, :length] = self.full.chain(full, positions, slot, length)
+        # A row sees a window before it, itself included; what lies further back may be gone.
+        seen = max(0, length - self.window + 1)
+        self.expected_window[slot, :length] = 0
+        swa = self.full_to_swa[full[seen:]].long()
+        self.expected_window[slot, seen:length] = self.swa.chain(swa, positions[seen:], slot, length)
 
     def rows(self, meta: Csa2Metadata, offset: int = 0) -> Tensor:
         """Serials that the rows' requests expect at the rows' positions, minus an offset."""
@@ -178,6 +178,40 @@ class Ledger:
                 f"{self.names[cache.data_ptr()]}: slot {int(slots[place])} is read, but was not written since it was "
                 f"allocated by the request or prefix that reads it (row {place[0]} of the forward)"
             )
+
+
+class Tokens:
+    """The token that a pool's slots hold.
+
+    serial, position, before: int64 [slots], 0 where none was written; `before` is the serial of the token before it.
+    """
+
+    def __init__(self, slots: int, device: torch.device):
+        self.serial, self.position, self.before = (_zeros(slots, device) for _ in range(3))
+
+    def put(self, slots: Tensor, serials: Tensor, positions: Tensor, before: Tensor) -> None:
+        """A request's consecutive tokens; before: int64 [1] the serial of the one before the first."""
+        self.serial[slots], self.position[slots] = serials, positions
+        self.before[slots] = torch.cat([before, serials[:-1]])
+
+    def chain(self, slots: Tensor, positions: Tensor, request: int, length: int) -> Tensor:
+        """Serials of a prefix's slots, which must hold these consecutive positions, each page of one sequence.
+
+        Raises:
+            CheckError: a slot was never written, or its page is of several sequences.
+        """
+        serials = self.serial[slots]
+        whole = (serials > 0) & (self.position[slots] == positions)
+        # Pages are the host's to put together; inside one the tokens follow each other.
+        borders = positions[1:] % PAGE_TOKENS == 0
+        whole[1:] &= borders | (self.before[slots[1:]] == serials[:-1])
+        if not whole.all():
+            broken = int((~whole).nonzero()[0])
+            raise CheckError(
+                f"request slot {request} starts on a cached prefix of {length} tokens whose position "
+                f"{int(positions[broken])} (slot {int(slots[broken])}) was never written or belongs to another sequence"
+            )
+        return serials
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:

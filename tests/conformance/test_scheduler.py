@@ -166,15 +166,20 @@ def test_requests_of_all_sizes_at_once(server):
     sizes += [(n, 6) for n in (1, 2, 7, 127, 128, 129, 255, 256, 257, 511)]
     prompts = [prompt(n, seed=n) for n, _ in sizes]
     wanted = [server.alone(ids, steps) for ids, (_, steps) in zip(prompts, sizes, strict=True)]
-    server.flush()
-    mixed, log = together(server, [plain_question(ids, steps) for ids, (_, steps) in zip(prompts, sizes, strict=True)])
-    assert mixed_rows(log, mixed) > 0 and retractions(mixed, log) > 0 and max(decode_rows(log)) > 2
-    assert_same_answers(server, prompts, mixed, wanted, measured=False)
-    server.flush()
+    plain = [plain_question(ids, steps) for ids, (_, steps) in zip(prompts, sizes, strict=True)]
     bodies = [question(ids, steps, one) for ids, (_, steps), one in zip(prompts, sizes, wanted, strict=True)]
-    measured, log = together(server, bodies)
-    assert retractions(measured, log) > 0 and max(decode_rows(log)) > 2
-    assert_same_answers(server, prompts, measured, wanted)
+    # When each arrives is the machine's to say: again, until some were retracted.
+    for measured, wave in ((False, plain), (True, bodies)):
+        retracted = 0
+        for _ in range(4):
+            server.flush()
+            answers, log = together(server, wave)
+            assert_same_answers(server, prompts, answers, wanted, measured=measured)
+            retracted += retractions(answers, log)
+            assert max(decode_rows(log)) > 2 and (measured or mixed_rows(log, answers) > 0)
+            if retracted:
+                break
+        assert retracted > 0
 
 
 def retractions(answers: list[dict], log: str) -> int:

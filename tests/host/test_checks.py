@@ -68,6 +68,27 @@ def test_a_page_put_in_the_place_of_its_copy_passes(bench):
     bench.forward([(second, 1), (first, 1)], "DECODE")
 
 
+@pytest.mark.parametrize("sound", [True, False], ids=["", "to a page that nobody has written"])
+def test_window_kv_moved_under_a_cached_page(bench, sound):
+    """The host had given up the cached page's window KV: it takes that of a request which has computed the same."""
+    first, second = Request.draw(262, seed=1, slot=1), Request.draw(262, seed=1, slot=2)
+    bench.forward([(first, 257)])
+    bench.forward([(second, 257)])
+    kept, incoming = (bench.req_to_token[slot, :256].long() for slot in (1, 2))
+    mapping = bench.pool.full_to_swa_index_mapping
+    if sound:
+        mapping[kept] = mapping[incoming]
+    else:
+        page = bench._free[0]
+        mapping[kept] = mapping[torch.arange(page * 256, (page + 1) * 256)]
+    bench.req_to_token[2, :256] = bench.req_to_token[1, :256]
+    if sound:
+        bench.forward([(second, 1)], "DECODE")
+        return
+    with pytest.raises(CheckError, match="starts on a cached prefix of 257 tokens whose position 130"):
+        bench.forward([(second, 1)], "DECODE")
+
+
 @pytest.mark.parametrize("rid", ["another", "the same"])
 def test_who_comes_after_in_a_request_slot_passes(bench, rid):
     """The page is another request's by then: of another request in the slot, or of this one after a retraction."""
