@@ -1,6 +1,6 @@
 """Small faults in pool, selection, metadata, metrics, checks and kernels, each of which some fast test must catch.
 
-    python scripts/mutants.py [--only NAME ...] [--write]      --write makes tests/mutants.md from the result
+    python scripts/mutants.py [--only NAME ...] [--write]      --write puts what was run into tests/mutants.md
 
 Each mutant is one replacement in a copy of the package, run in a folder of its own with its test. First every test
 named here must pass on a copy without a fault. Exit status 1 if a test does not, or a mutant survives.
@@ -66,6 +66,16 @@ def failed_tests(folder: Path, *tests: str) -> list[str] | None:
     return failed
 
 
+def write_table(lines: dict[str, str]) -> None:
+    """The table with these rows, by name; of mutants that were not run the rows that it had."""
+    old = {
+        row.split(" | ")[0].removeprefix("| "): row for row in TABLE.read_text().splitlines() if row.startswith("| ")
+    }
+    rows = [row for mutant in MUTANTS if (row := lines.get(mutant.name) or old.get(mutant.name))]
+    head = "# Mutants\n\nWritten by `scripts/mutants.py --write`: each fault alone, and the test that failed on it.\n"
+    TABLE.write_text("\n".join([head, "| fault | file | caught by |", "|---|---|---|", *rows]) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", help="names of mutants")
@@ -77,7 +87,7 @@ def main() -> int:
         if (failed := failed_tests(Path(folder), *sorted({m.test for m in mutants}))) != []:
             print(f"without a fault these fail: {failed}")
             return 1
-    survivors, lines = [], []
+    survivors, lines = [], {}
     for mutant in mutants:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -87,13 +97,10 @@ def main() -> int:
         print(f"{'caught' if caught else 'SURVIVED':8} {mutant.name} ({time.monotonic() - start:.0f} s)", flush=True)
         if caught is None:
             survivors.append(mutant.name)
-        lines.append(f"| {mutant.name} | `{mutant.path}` | `{caught or 'none'}` |")
+        lines[mutant.name] = f"| {mutant.name} | `{mutant.path}` | `{caught or 'none'}` |"
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants caught")
-    if arguments.write and not arguments.only:
-        head = (
-            "# Mutants\n\nWritten by `scripts/mutants.py --write`: each fault alone, and the test that failed on it.\n"
-        )
-        TABLE.write_text("\n".join([head, "| fault | file | caught by |", "|---|---|---|", *lines]) + "\n")
+    if arguments.write:
+        write_table(lines)
     return 1 if survivors else 0
 
 
