@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from answers import below_the_best
+from answers import below_the_best, forced_question, plain_question, question
+from books import decode_rows, settled
 from fuzz_schedule import EngineConfig, Request, Schedule
 
 MODEL = Path(__file__).parents[1] / "configs" / "tiny-dsv41"
-TOP = 20
 START_SECONDS, CALL_SECONDS, CLOSE_SECONDS = 300, 600, 10
 COUNTS = ("kv_used_tokens", "swa_used_tokens", "num_running_reqs")
 
@@ -74,14 +74,12 @@ class EngineProcess:
         return self._call("forced", input_ids, start)
 
     def counts(self) -> dict[str, float]:
-        """What a request of one token finds held, itself included; no flush, which would clear a leak away."""
+        """What the pools hold besides a request of one token."""
         return self._call("counts")
 
     def decode_rows(self) -> int:
         """Rows of all decode batches so far."""
-        return sum(
-            map(int, re.findall(r"Decode batch, #running-req: (\d+)", self.log_path.read_text(errors="replace")))
-        )
+        return sum(decode_rows(self.log_path.read_text(errors="replace")))
 
     def close(self) -> None:
         if self._process.pid is not None and self._process.is_alive():
@@ -178,16 +176,9 @@ class Player:
 
     def forced(self, input_ids: list[int], start: int) -> list[tuple[float, float]]:
         self._flush()
-        answer = self._wait(
-            self.engine.async_generate(
-                input_ids=input_ids,
-                sampling_params={"max_new_tokens": 1, "temperature": 0},
-                return_logprob=True,
-                logprob_start_len=start - 1,
-                top_logprobs_num=1,
-            )
-        )
-        meta, ids = answer["meta_info"], input_ids[start:]
+        ids = input_ids[start:]
+        answer = self._wait(self.engine.async_generate(**forced_question(input_ids[:start], ids)))
+        meta = answer["meta_info"]
         values = [entry[0] for entry in meta["input_token_logprobs"][-len(ids) :]]
         return list(zip(values, below_the_best(answer, ids), strict=True))
 
@@ -198,20 +189,16 @@ class Player:
     def counts(self) -> dict[str, float]:
         from prometheus_client import CollectorRegistry, multiprocess
 
-        last = None
-        for _ in range(100):
+        def read() -> dict[str, float]:
             # Twice: the first's books are written by the second's prefill.
             for _ in range(2):
                 self._wait(self._generate([5, 6, 7], 1))
             registry = CollectorRegistry()
             multiprocess.MultiProcessCollector(registry)
             samples = {s.name: s.value for metric in registry.collect() for s in metric.samples}
-            books = {name: samples[f"sglang:{name}"] for name in COUNTS}
-            if books == last:
-                return books
-            last = books
-            self._wait(asyncio.sleep(0.1))
-        raise RuntimeError(f"the pools' books do not settle: {last}")
+            return {name: samples[f"sglang:{name}"] for name in COUNTS}
+
+        return settled(read)
 
     def _wait(self, work) -> Any:
         return self.engine.loop.run_until_complete(work)
@@ -248,19 +235,13 @@ class Player:
     async def _generate(
         self, input_ids: list[int], new_tokens: int, request: Request | None = None, saw: Callable | None = None
     ) -> Answer:
-        measured = {"return_logprob": True, "top_logprobs_num": TOP} if request is None or self.measured else {}
+        asks = question if request is None or self.measured else plain_question
         self._serial += 1
         rid, timer = f"fuzz-{self._serial}", None
         abort = self.engine.tokenizer_manager.abort_request
         if request is not None and request.abort_delay is not None:
             timer = asyncio.get_running_loop().call_later(request.abort_delay, abort, rid)
-        stream = await self.engine.async_generate(
-            input_ids=input_ids,
-            sampling_params={"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
-            stream=True,
-            rid=rid,
-            **measured,
-        )
+        stream = await self.engine.async_generate(**asks(input_ids, new_tokens), stream=True, rid=rid)
         answer = Answer(finish="abort")
         try:
             async for chunk in stream:

@@ -27,7 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import requests
-from answers import Tally, compare, compare_forced, forced_question, plain_question, question
+from answers import Tally, forced_question, judge, plain_question, question
+from books import settled
 
 BLOCK = 20
 LENGTHS = [1, 2, 3, 5, 8, 9, 16, 31, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300]
@@ -92,16 +93,16 @@ class Soak:
             self.wanted.append(self.ask(question(prompt, new_tokens)))
 
     def books(self) -> dict[str, float]:
-        """What a request of one token finds held, itself included, and what is free after a flush."""
+        """What is held besides a request of one token, and what is free after a flush."""
         held = self._settled(HELD)
         self.flush()
         return held | self._settled(BOOKS + STAY_ZERO)
 
     def _settled(self, names: tuple[str, ...]) -> dict[str, float]:
-        """The endpoint's numbers once they stay as they are."""
-        last = None
-        for _ in range(100):
-            # One token: decode batches write the books only now and then. Twice: the first's are written by then.
+        """The endpoint's numbers once they stay as they are; without those of STAY_ZERO that it lacks."""
+
+        def read() -> dict[str, float]:
+            # Twice: the first's books are written by the second's prefill.
             for _ in range(2):
                 self.post("/generate", json.dumps(plain_question([5, 6, 7], 1)))
             text = requests.get(self.url + "/metrics", timeout=60).text
@@ -110,11 +111,9 @@ class Soak:
                 raise SystemExit(
                     f"{self.url}/metrics has no {', '.join(missing)}: start the server with --enable-metrics"
                 )
-            if found == last:
-                return {name: value for name, value in found.items() if value is not None}
-            last = found
-            time.sleep(0.2)
-        raise SystemExit(f"the books do not settle: {last}")
+            return {name: value for name, value in found.items() if value is not None}
+
+        return settled(read)
 
     def one(self, kind: str, index: int, measured: bool) -> None:
         try:
@@ -157,16 +156,18 @@ class Soak:
 
     def compare(self) -> Tally:
         """Every completed answer so far against the one before; once the soak is over, for some need a run alone."""
-        tally, forced = Tally(), {}
+        tally, kept = Tally(), {}
+
+        def force(prompt: list[int], ids: list[int]) -> dict:
+            key = *prompt, -1, *ids
+            if key not in kept:
+                self.flush()
+                kept[key] = self.ask(forced_question(prompt, ids))
+            return kept[key]
+
         for index, measured, answer in self.answered:
             try:
-                found = compare(answer, self.wanted[index], measured=measured)
-                if found.parted is not None and not found.problem:
-                    key = index, *answer["output_ids"]
-                    if key not in forced:
-                        self.flush()
-                        forced[key] = self.ask(forced_question(self.prompts[index][0], answer["output_ids"]))
-                    compare_forced(found, answer, forced[key])
+                found = judge(self.prompts[index][0], answer, self.wanted[index], force, measured=measured)
             except (requests.RequestException, LookupError, TypeError, ValueError) as error:
                 self.problems.append(f"prompt {index} cannot be compared: {type(error).__name__}: {error}")
                 continue

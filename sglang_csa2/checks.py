@@ -20,14 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_csa2 import routes
 from sglang_csa2.ledger import CheckError, Ledger
 from sglang_csa2.metadata import Csa2Metadata, DecodeRatioRows, RatioRows
+
+# The route of a prefill whose reads can be asked about.
+_PACKED = "packed records"
 
 
 def install(backend: Any) -> None:
     """Put the checks around a backend's and its pool's operations."""
     ledger = Ledger(backend)
     ops = CheckedOps(backend.ops, ledger)
+    if backend.ops.sparse_prefill is not None:
+        packed = next(route for route in routes.ROUTES if (route.op, route.name) == (routes.PREFILL, _PACKED))
+        backend.routes = backend.routes | {routes.PREFILL: routes.Choice(packed, "SGLANG_CSA2_CHECK=1")}
     backend.ops = backend.token_to_kv_pool._ops = ops
     backend.indexer = CheckedIndexer(backend.indexer, ledger)
     build, sources, forward = backend.init_forward_metadata, backend.forward_low_ratio_sources, backend.forward
@@ -76,6 +83,10 @@ class CheckedOps:
     def __init__(self, inner: Any, ledger: Ledger):
         self.inner, self.ledger, self.name = inner, ledger, inner.name
         self.layer: Any = None
+
+    def in_place(self) -> dict[str, str]:
+        found = self.inner.in_place()
+        return found if self.inner.sparse_prefill is None else found | {routes.PREFILL: _PACKED}
 
     @property
     def meta(self) -> Csa2Metadata:

@@ -158,9 +158,9 @@ class Ledger:
         swa = self.full_to_swa[full[seen:]].long()
         self.expected_window[slot, seen:length] = self.swa.chain(swa, positions[seen:], slot, length)
 
-    def rows(self, meta: Csa2Metadata, offset: int = 0) -> Tensor:
-        """Serials that the rows' requests expect at the rows' positions, minus an offset."""
-        return self.expected[meta.requests, (meta.positions - offset).clamp(min=0)]
+    def rows(self, meta: Csa2Metadata) -> Tensor:
+        """Serials that the rows' requests expect at the rows' positions."""
+        return self.expected[meta.requests, meta.positions.clamp(min=0)]
 
     def stamp(self, cache: Tensor, slots: Tensor, serials: Tensor) -> None:
         live = slots >= 0

@@ -79,7 +79,8 @@ class Report:
         where = {"registry": registry or REGISTRY}
         gauge = where | {"multiprocess_mode": "mostrecent"}
         self.backend, self.runner = backend, model_runner
-        self.chosen, self.standing = _chosen(backend), _standing(backend)
+        self.chosen = {operation: choice.route.name for operation, choice in backend.routes.items()}
+        self.standing = _standing(backend)
         route = Gauge("csa2:route", "Route that serves an operation.", ["op", "route"], **gauge)
         for operation, name in _serving(backend).items():
             route.labels(operation, name).set(1)
@@ -131,22 +132,12 @@ class Report:
             self.bytes.labels("swa", "used").set(held * swa_bytes_per_slot(plan, layout))
 
 
-def _chosen(backend: Any) -> dict[str, str]:
-    """The routes that the table gave, but for a prefill's workspace, which checks take away."""
-    chosen = {operation: choice.route.name for operation, choice in backend.routes.items()}
-    if backend.ops is not _inner(backend.ops) and chosen[routes.PREFILL] == "flash_mla_sparse_fwd":
-        chosen[routes.PREFILL] = "packed records"
-    return chosen
-
-
 def _serving(backend: Any) -> dict[str, str]:
     """The route of every operation, in the table's order, by the functions that a forward would call now."""
-    stores = _inner(backend.token_to_kv_pool._ops).in_place()[routes.STORES]
-    found = _inner(backend.ops).in_place() | _inner(backend.indexer).in_place()
+    stores = backend.token_to_kv_pool._ops.in_place()[routes.STORES]
+    found = backend.ops.in_place() | _inner(backend.indexer).in_place()
     if found[routes.STORES] != stores:
         found[routes.STORES] += f", window KV {stores}"
-    if backend.ops.sparse_prefill is None and found[routes.PREFILL] == "flash_mla_sparse_fwd":
-        found[routes.PREFILL] = "packed records"
     return {operation: found[operation] for operation in routes.OPERATIONS}
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import answers
 import requests
+from books import decode_rows, mixed_rows, settled
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = REPOSITORY / "configs" / "tiny-dsv41"
@@ -84,21 +85,15 @@ class Server:
         }
 
     def baseline(self) -> dict[str, float]:
-        """What a request of one token finds held, itself included: what is held beyond it has leaked.
+        """What the pools hold besides a request of one token: what is held beyond it later has leaked."""
 
-        Without a flush, which clears a leak away; prefixes in the cache are not held.
-        """
-        deadline, last = time.monotonic() + 60, None
-        while True:
-            # One token: decode batches write the books only now and then. Twice: the first's are written by then.
+        def read() -> dict[str, float]:
+            # Twice: the first's books are written by the second's prefill.
             for _ in range(2):
                 self.generate([5, 6, 7], 1)
-            books = self.metrics()
-            if books == last:
-                return books
-            assert time.monotonic() < deadline, f"the books do not settle: {last}, then {books}"
-            last = books
-            time.sleep(0.2)
+            return self.metrics()
+
+        return settled(read)
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -162,31 +157,24 @@ def assert_same_answers(
     server: Server, prompts: list[list[int]], found: list[dict], wanted: list[dict], *, measured: bool = True
 ) -> None:
     """Answers against those alone: tokens, and log-probabilities if they were asked for (scripts/answers.py)."""
+
+    def force(prompt: list[int], ids: list[int]) -> dict:
+        server.flush()
+        return server.answer(answers.forced_question(prompt, ids))
+
     tally = answers.Tally()
     for prompt, answer, one in zip(prompts, found, wanted, strict=True):
-        comparison = answers.compare(answer, one, measured=measured)
-        if comparison.parted is not None and not comparison.problem:
-            server.flush()
-            forced = server.answer(answers.forced_question(prompt, answer["output_ids"]))
-            answers.compare_forced(comparison, answer, forced)
+        comparison = answers.judge(prompt, answer, one, force, measured=measured)
         assert comparison.problem is None, f"prompt of {len(prompt)} tokens: {comparison.problem}"
         tally.append(comparison)
     print(f"\n{tally}")
     assert tally.tokens > 0
 
 
-def decode_rows(log: str) -> list[int]:
-    """Requests in each decode batch; all are in the log of a server with --decode-log-interval 1."""
-    return [int(rows) for rows in re.findall(r"Decode batch, #running-req: (\d+)", log)]
-
-
-def mixed_rows(log: str, found: list[dict]) -> int:
-    """The least number of tokens of these answers that were decoded in prefill batches.
-
-    An answer's first token, and the first after each retraction, come from a prefill; the others from decode batches.
-    """
+def mixed_tokens(log: str, found: list[dict]) -> int:
+    """The least number of tokens of these answers that were decoded in prefill batches, by the log meanwhile."""
     counts = [(len(answer["output_ids"]), answer["meta_info"]["num_retractions"]) for answer in found]
-    return sum(tokens - 1 - retractions for tokens, retractions in counts) - sum(decode_rows(log))
+    return mixed_rows(counts, sum(decode_rows(log)))
 
 
 def golden_cases(name: str) -> list[dict]:

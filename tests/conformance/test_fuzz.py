@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import fuzz
 import pytest
-from fuzz_engine import TOP, Answer, EngineDied, EngineProcess, _answer
+from answers import TOP
+from fuzz_engine import Answer, EngineDied, EngineProcess, _answer
 from fuzz_schedule import EngineConfig, Request, Schedule, draw_schedule, smaller
 
 SAVED = sorted((Path(__file__).parent / "schedules").glob("*.json"))

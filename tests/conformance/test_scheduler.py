@@ -18,7 +18,8 @@ import pytest
 import requests
 import soak
 from answers import plain_question, question
-from served import DEVICE, assert_same_answers, decode_rows, mixed_rows, serve, server_options
+from books import decode_rows
+from served import DEVICE, assert_same_answers, mixed_tokens, serve, server_options
 
 from sglang_csa2 import plugin, routes
 
@@ -176,7 +177,7 @@ def test_requests_of_all_sizes_at_once(server):
             answers, log = together(server, wave)
             assert_same_answers(server, prompts, answers, wanted, measured=measured)
             assert max(decode_rows(log)) > 2
-            retracted, mixed = retracted + retractions(answers, log), mixed + mixed_rows(log, answers)
+            retracted, mixed = retracted + retractions(answers, log), mixed + mixed_tokens(log, answers)
             if retracted and (mixed or measured):
                 break
         assert retracted > 0 and (mixed > 0 or measured)

@@ -10,7 +10,8 @@ import torch
 from harness import Bench, Request
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_csa2 import envs
+from sglang_csa2 import checks, envs, routes
+from sglang_csa2.kernels import flash_mla_prefill
 from sglang_csa2.ledger import CheckError
 from sglang_csa2.metadata import DecodeRatioRows
 from sglang_csa2.ops import Entries, Norm, TorchOps
@@ -38,6 +39,16 @@ def test_off_there_is_nothing(monkeypatch):
     monkeypatch.setenv("SGLANG_CSA2_CHECK", "perhaps")
     with pytest.raises(ValueError, match="SGLANG_CSA2_CHECK is 'perhaps', a switch"):
         envs.check_enabled()
+
+
+def test_a_prefill_under_checks_reads_packed_records():
+    bench = Bench(pages=4)
+    backend = bench.backend
+    backend.ops.sparse_prefill = flash_mla_prefill.sparse_prefill
+    assert backend.ops.in_place()[routes.PREFILL] == "flash_mla_sparse_fwd"
+    checks.install(backend)
+    assert backend.ops.in_place()[routes.PREFILL] == backend.routes[routes.PREFILL].route.name == "packed records"
+    assert backend.ops.sparse_prefill is None
 
 
 def test_sound_schedules_pass(bench):
@@ -401,10 +412,6 @@ def test_bounds_that_hide_listed_slots(bench, name):
         bench.forward([(request, 1)], "DECODE")
 
 
-def change_ratio(meta) -> None:
-    change_rows(1, visible=lambda v: v - 1)(meta)
-
-
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -412,7 +419,7 @@ def change_ratio(meta) -> None:
         (change_meta("window_first", lambda w: w + 1), "first window positions of the replayed tail"),
         (change_meta("positions", lambda p: p - 1), "positions of the replayed tail"),
         (change_meta("requests", lambda r: r + 1), "requests of the replayed tail"),
-        (change_ratio, "visible entries of the replayed tail at ratio 1"),
+        (change_rows(1, visible=lambda v: v - 1), "visible entries of the replayed tail at ratio 1"),
     ],
     ids=str,
 )

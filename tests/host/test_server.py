@@ -11,15 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 from answers import plain_question, question
-from served import (
-    CASE_BOUND,
-    assert_same_answers,
-    decode_rows,
-    golden_cases,
-    log_probabilities,
-    mixed_rows,
-    serve,
-)
+from books import decode_rows
+from served import CASE_BOUND, assert_same_answers, golden_cases, log_probabilities, mixed_tokens, serve
 
 pytestmark = pytest.mark.server
 CHAT = [{"role": "user", "content": "Hello, who are you?"}]
@@ -86,7 +79,7 @@ def test_batch_mates_change_no_answer(server, measured):
         together = list(executor.map(server.answer, reversed(bodies)))[::-1]
     server.flush()
     log = server.log[before:]
-    assert max(decode_rows(log)) > 1 and (measured or mixed_rows(log, together) > 0)
+    assert max(decode_rows(log)) > 1 and (measured or mixed_tokens(log, together) > 0)
     assert_same_answers(server, prompts, together, alone, measured=measured)
 
 
@@ -181,12 +174,16 @@ def test_retraction_recomputes_the_same_answer(tiny_model):
         before = server.baseline()
         alone = [server.alone(prompt, steps) for prompt in prompts]
         bodies = [question(prompt, steps, wanted) for prompt, wanted in zip(prompts, alone, strict=True)]
-        with ThreadPoolExecutor(len(prompts)) as executor:
-            together = list(executor.map(server.answer, bodies))
+        # When each arrives is the machine's to say: again, until some were retracted.
+        for _ in range(4):
+            with ThreadPoolExecutor(len(prompts)) as executor:
+                together = list(executor.map(server.answer, bodies))
+            assert_same_answers(server, prompts, together, alone)
+            if retracted := sum(answer["meta_info"]["num_retractions"] for answer in together):
+                break
         assert "#retracted_reqs" in server.log
-        assert sum(answer["meta_info"]["num_retractions"] for answer in together) > 0
+        assert retracted > 0
         assert server.baseline() == before
-        assert_same_answers(server, prompts, together, alone)
 
 
 def test_decoder_bounded_replay(tiny_model):

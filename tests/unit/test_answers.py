@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import books
 import pytest
 import served
 import soak
@@ -212,6 +213,6 @@ def test_counters_that_a_server_lacks_are_not_zero():
 def test_how_requests_ran():
     log = "Decode batch, #running-req: 2, x\nDecode batch, #running-req: 3, y\n"
     found = [{"output_ids": [1] * 4, "meta_info": {"num_retractions": retractions}} for retractions in (0, 1)]
-    assert served.decode_rows(log) == [2, 3]
+    assert books.decode_rows(log) == [2, 3]
     # Three and two tokens that no first prefill gave; five rows of decode batches.
-    assert served.mixed_rows(log, found) == 0 and served.mixed_rows("", found) == 5
+    assert served.mixed_tokens(log, found) == 0 and served.mixed_tokens("", found) == 5
