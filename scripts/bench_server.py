@@ -1,17 +1,24 @@
 """Serve V4.1-Flash's attention geometry with random weights and time it: csa2, or the host's own backend, alike.
 
-    python scripts/bench_server.py --backend csa2 8192x1 8192x8 131072x8 [--model DIR] [--json FILE] [-- server options]
+    python scripts/bench_server.py 8192x1 8192x8 131072x8 [--server csa2] [--model DIR] [--json FILE] [-- server options]
+    python scripts/bench_server.py 8192x1 131072x1 --server csa2 --server "dsv4 8192x1 --random-seed 7" -- ...
 
 Per CONTEXTxBATCH: TTFT is from sending the batch to the last of its first tokens; TPOT is the mean gap between tokens
 from there on, when all decode. Prompts are random and not cached. What the log says about memory is printed first.
+
+`--server` names a backend and may add options and, in the place of the common sizes, sizes of its own. Several servers
+start together on one card, each size is measured on one after another of them while the rest wait, and they need
+`--max-total-tokens` among their options: each sizes its pool by what the card has free at that moment.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import re
+import shlex
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -63,10 +70,40 @@ def memory(log: str) -> dict[str, float]:
     return found
 
 
+def size_of(word: str) -> tuple[int, int]:
+    context, batch = word.split("x")
+    return int(context), int(batch)
+
+
+class Bench:
+    """A backend, its further options and the sizes that are measured on it; then its server."""
+
+    def __init__(self, words: str, sizes: list[str]):
+        self.backend, *rest = shlex.split(words)
+        own = [word for word in rest if re.fullmatch(r"\d+x\d+", word)]
+        self.options = [word for word in rest if word not in own]
+        self.name = " ".join([self.backend, *self.options])
+        self.sizes = own or sizes
+        self.server: served.Server | None = None
+        self.figures: dict[str, dict[str, float]] = {}
+
+    def start(self, stack: contextlib.ExitStack, arguments: list[str], model: Path) -> None:
+        options = {"model": model, "device": "cuda", "backend": self.backend, "sizes": []}
+        self.server = stack.enter_context(served.serve(*arguments, *self.options, **options))
+
+    def measure(self, size: str, tokens: int) -> None:
+        self.figures[size] = figures = measure(self.server.url, *size_of(size), tokens)
+        print(f"{self.name}, {size}: TTFT {figures['ttft_s']:.3f} s, TPOT {figures['tpot_ms']:.2f} ms", flush=True)
+
+    @property
+    def result(self) -> dict:
+        return {"backend": self.backend, "options": self.options, **memory(self.server.log), "sizes": self.figures}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sizes", nargs="*", help="CONTEXTxBATCH")
-    parser.add_argument("--backend", default="csa2")
+    parser.add_argument("--server", action="append", help='"BACKEND [CONTEXTxBATCH ...] [options]"; csa2 by default')
     parser.add_argument("--model", type=Path, default=GEOMETRY)
     parser.add_argument("--tokens", type=int, default=65, help="tokens per request")
     parser.add_argument("--json", type=Path)
@@ -75,19 +112,21 @@ def main() -> None:
         at = mine.index("--")
         mine, server_options = mine[:at], mine[at + 1 :]
     options = parser.parse_args(mine)
-    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
     random.seed(0)
-    arguments = [*OPTIONS, *server_options]
-    with served.serve(*arguments, model=options.model, device="cuda", backend=options.backend, sizes=[]) as server:
-        result = {"backend": options.backend, **memory(server.log), "sizes": {}}
-        print({name: value for name, value in result.items() if name != "sizes"}, flush=True)
-        if sizes:
-            measure(server.url, 1024, max(batch for _, batch in sizes), 16)
-        for context, batch in sizes:
-            result["sizes"][f"{context}x{batch}"] = figures = measure(server.url, context, batch, options.tokens)
-            print(f"{context} x {batch}: TTFT {figures['ttft_s']:.3f} s, TPOT {figures['tpot_ms']:.2f} ms", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    benches = [Bench(words, options.sizes) for words in options.server or ["csa2"]]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(benches)) as executor:
+        arguments = [*OPTIONS, *server_options]
+        list(executor.map(lambda bench: bench.start(stack, arguments, options.model), benches))
+        for bench in benches:
+            print({name: value for name, value in bench.result.items() if name != "sizes"}, flush=True)
+            if bench.sizes:
+                measure(bench.server.url, 1024, max(size_of(size)[1] for size in bench.sizes), 16)
+        # In turn per size, and as often as a size is named: the second time it is warm.
+        rounds = max(len(bench.sizes) for bench in benches)
+        for bench, size in ((b, b.sizes[i]) for i in range(rounds) for b in benches if i < len(b.sizes)):
+            bench.measure(size, options.tokens)
+        if options.json:
+            options.json.write_text(json.dumps([bench.result for bench in benches], indent=1) + "\n")
 
 
 if __name__ == "__main__":
