@@ -1,6 +1,6 @@
 """Serve V4.1-Flash's attention geometry with random weights and time it: csa2, or the host's own backend, alike.
 
-    python scripts/bench_server.py 8192x1 8192x8 131072x8 [--server csa2] [--model DIR] [--json FILE] [-- server options]
+    python scripts/bench_server.py 8192x1 8192x8 131072x8 [--server csa2] [--model DIR] [--json FILE] [-- options]
     python scripts/bench_server.py 8192x1 131072x1 --server csa2 --server "dsv4 8192x1 --random-seed 7" -- ...
 
 Per CONTEXTxBATCH: TTFT is from sending the batch to the last of its first tokens; TPOT is the mean gap between tokens
