@@ -12,8 +12,9 @@ PYTHON=${PYTHON:-python3}
 cd /
 suites=("$repository/tests/kernels")
 if "$PYTHON" -P -c 'import sglang' 2> /dev/null; then
-    echo "== kernels, backend and servers"
-    suites+=("$repository/tests/gpu" "$repository/tests/golden/test_served.py" "$repository/tests/host/test_server.py")
+    echo "== servers, backend and kernels"
+    # Servers first: with -n (pytest-xdist) and --dist loadfile the longest files then run beside all others.
+    suites=("$repository/tests/gpu" "$repository/tests/golden/test_served.py" "$repository/tests/host/test_server.py" "${suites[@]}")
 else
     echo "== kernels alone: sglang is not installed here, so neither the backend nor a server is tested"
 fi
