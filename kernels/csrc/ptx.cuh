@@ -52,6 +52,16 @@ __device__ __forceinline__ uint4 load_if(bool wanted, const uint8_t* p) {
   return v;
 }
 
+// 16 bytes of a record.
+__device__ __forceinline__ uint4 load_record(const uint8_t* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint32_t load_pair_if(bool wanted, const uint8_t* p) {
   uint32_t v;
   asm volatile(
@@ -119,6 +129,18 @@ __device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
   return v;
 }
 
+// 4 or 16 bytes, global to shared memory, in the background; there for the thread after `copy_async_wait`.
+template <int BYTES>
+__device__ __forceinline__ void copy_async(uint32_t target, const void* source) {
+  if (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+  }
+}
+
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Four 8x8 matrices of bf16: lane l names row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
@@ -155,6 +177,17 @@ __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.
 
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The same, and whether any of the threads says yes.
+__device__ __forceinline__ bool barrier_any(int id, int threads, bool yes) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.b32 %0, 1, 0, q;\n}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(int(yes))
+      : "memory");
+  return any;
 }
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
@@ -227,20 +260,15 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The calling warpgroup's registers per thread from here on, fewer or more than at launch. With CSA2_FIXED_REGISTERS
-// they stay, for tools that add registers of their own.
+// The calling warpgroup's registers per thread from here on, fewer or more than at launch.
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
-#ifndef CSA2_FIXED_REGISTERS
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
 }
 
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
-#ifndef CSA2_FIXED_REGISTERS
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-#endif
 }
 
 __device__ __forceinline__ uint32_t cluster_rank() {

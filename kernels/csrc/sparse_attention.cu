@@ -37,7 +37,6 @@ constexpr int kMainBytes = 288;  // 512 e2m1 in 256 bytes, then 32 e4m3, one per
 constexpr int kConsumers = 256;  // threads of the two warpgroups that multiply
 constexpr int kProducers = 256;  // threads of the two that gather and decode
 constexpr int kMaxSplits = 16;
-constexpr int kAhead = 1;        // tiles between a record's way to L2 and its way to registers
 constexpr float kUnshift = 65536.0f;
 constexpr float kLog2E = 1.4426950408889634f;
 // A finite start keeps a row without keys at exp2(-inf) = 0 rather than NaN.
@@ -71,132 +70,197 @@ __device__ __forceinline__ int place(int panel, int chunk) { return chunk ^ ((pa
 
 // ---- Gather ---------------------------------------------------------------------------------------------------------
 
-// Brings tiles of 64 keys in, eight warps with eight keys each. Four neighbouring lanes share a key: of every 64 bytes of
-// its record each loads 16. A register that was decoded is loaded again at once, for the next tile; the records of the
-// tiles after that are on their way to L2, and their successors' slots to registers.
+// What is on its way to a warp in shared memory: scales of its eight keys in the next tile, and their slots in a later
+// one. As loads to registers they would be the last of many, and the assembler counts all loads that a loop carries as
+// one: who wants the first waits for the last.
+struct Arriving {
+  uint4 scales[16];  // two halves of a key's; a window record has one
+  int slots[8];
+};
+
+// The record of a key that does not exist.
+__device__ __align__(16) const uint8_t kNoRecord[kSwaBytes] = {};
+
+// Brings tiles of 64 keys in, eight warps with eight keys each. Four neighbouring lanes share a key: of every 64 bytes
+// of its record each loads 16. Of main records the registers hold two tiles, of which one is decoded while the other is
+// on its way; of window records one, each register being loaded again once it was decoded. The records of the two tiles
+// after that are on their way to L2, and the slots of the next one to shared memory.
 struct Gather {
   const Params& params;
-  const int step;  // from one row of this block to the next
+  const uint32_t arriving;  // this warp's, in shared memory
+  const int step;           // from one row of this block to the next
   const int first, last;
-  int row, tile;  // the next slots to load
-  const int block, key, quarter;
-  const uint8_t* next;    // this lane's record in the tile after that in `raw`
-  int slots[kAhead + 1];  // of the tiles after `next`; the last one's record has not been sent for
-  uint32_t kinds;         // which tiles are the window's, a bit each: in `raw`, under `next`, of slots
-  uint32_t held;          // whether this lane's key exists, a bit each: in `raw`, under `next`
+  const int key, quarter;  // of the warp's eight keys; of the key's lanes
+  const int line;          // the key's, among a tile's 64
+  int row, tile;           // whose slots are asked for next
+  const int* slots_at;     // this key's there
+  int slots_left;          // from it to the end of its table's row
+  const uint8_t* next;     // this lane's record in the tile after that in `raw`
+  int slot;                // of the tile after `next`, whose record has been sent for
+  int late;                // of the tile after that
+  uint32_t kinds;          // which tiles are the window's, a bit each: in `raw`, `next`, `slot`, `late`, asked for
+  uint32_t held;           // whether the key exists, a bit each: in `raw`, under `next`
   uint4 raw[8];
-  uint4 scales;
+  int set;  // where main records lie: from 4 * set on
 
-  __device__ __forceinline__ Gather(const Params& p, int row, int step, int first, int last, int warp, int lane)
-      : params(p), step(step), first(first), last(last), row(row), tile(first), block(warp), key(lane >> 2),
-        quarter(lane & 3), kinds(0), held(0) {
+  __device__ __forceinline__ Gather(const Params& p, Arriving& arriving, int row, int step, int first, int last,
+                                    int warp, int lane)
+      : params(p), arriving(shared_address(&arriving)), step(step), first(first), last(last), key(lane >> 2),
+        quarter(lane & 3), line(warp * 8 + key), row(row), tile(first), kinds(0), held(0), set(0) {
+    enter();
+    const int now = load_slot(1);
+    slot = load_slot(2), late = load_slot(3);
+    next = record(now, next_swa()), held = now >= 0 ? 2 : 0;
+    send_for(slot, 2);
+    ask();
 #pragma unroll
-    for (int i = 0; i <= kAhead; ++i) load_slot(i);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) send_for(i);
-    advance();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) reload(i);
-    reload_scales();
+    for (int i = 0; i < 8; ++i) {
+      if (i < 4 || next_swa()) raw[i] = load(i);
+    }
     advance();
   }
 
   __device__ __forceinline__ bool swa() const { return kinds & 1; }
   __device__ __forceinline__ bool next_swa() const { return kinds & 2; }
   __device__ __forceinline__ bool exists() const { return held & 1; }
-  __device__ __forceinline__ bool next_exists() const { return held & 2; }
 
-  __device__ __forceinline__ void load_slot(int i) {
+  // Finds the slots of `tile`, the first or the first of main KV.
+  __device__ __forceinline__ void enter() {
     const bool window = tile < params.swa_tiles;
-    const int width = window ? params.window : params.topk;
-    const int wide = window ? params.swa_wide : params.main_wide;
-    const void* table = window ? params.swa_slots : params.main_slots;
-    const int64_t start = row * (window ? params.swa_row : params.main_row);
-    const int column = (window ? tile : tile - params.swa_tiles) * kTileKeys + block * 8 + key;
-    slots[i] = -1;
-    if (row < params.rows && tile < last && column < width) {
-      slots[i] = load_int(table, start + column, wide);
+    const int column = (window ? tile : tile - params.swa_tiles) * kTileKeys + line;
+    const int64_t start = row * (window ? params.swa_row : params.main_row) + column;
+    slots_at = static_cast<const int*>(window ? params.swa_slots : params.main_slots) +
+               (start << (window ? params.swa_wide : params.main_wide));
+    slots_left = row < params.rows ? (window ? params.window : params.topk) - column : 0;
+  }
+
+  // On to the next tile's slots; `bit`: of the tile's kind.
+  __device__ __forceinline__ void pass_tile(int bit) {
+    const bool window = tile < params.swa_tiles;
+    kinds |= uint32_t{window} << bit;
+    slots_at += kTileKeys << (window ? params.swa_wide : params.main_wide), slots_left -= kTileKeys;
+    if (++tile >= last) {
+      row += step, tile = first;
+      enter();
+    } else if (tile == params.swa_tiles) {
+      enter();
     }
-    kinds |= uint32_t{window} << (i + 2);
-    if (++tile >= last) row += step, tile = first;
+  }
+
+  __device__ __forceinline__ int load_slot(int bit) {
+    int slot = -1;
+    if (slots_left > 0) slot = __ldg(slots_at);
+    pass_tile(bit);
+    return slot;
   }
 
   __device__ __forceinline__ const uint8_t* record(int slot, bool window) const {
+    if (slot < 0) return kNoRecord;
     return window ? params.swa + int64_t{slot} * kSwaBytes : params.main + int64_t{slot} * kMainBytes;
   }
 
-  __device__ __forceinline__ void send_for(int i) const {
-    const bool window = kinds >> (i + 2) & 1;
-    if (slots[i] < 0 || !(window || quarter < 3)) return;
-    prefetch(record(slots[i], window) + 128 * quarter);
+  __device__ __forceinline__ void send_for(int slot, int bit) const {
+    const bool window = kinds >> bit & 1;
+    if (slot < 0 || !(window || quarter < 3)) return;
+    prefetch(record(slot, window) + 128 * quarter);
   }
 
-  // The first of the slots become `next`; the record of the last one is sent for, and the slot after it is loaded.
-  __device__ __forceinline__ void advance() {
-    send_for(kAhead);
-    kinds >>= 1, held = held >> 1 | (slots[0] >= 0 ? 2 : 0);
-    next = record(slots[0], next_swa());
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) slots[i] = slots[i + 1];
-    load_slot(kAhead);
-  }
-
-  // Four of data and, of a window record, four more. Of a main record the fifth is the second half of its scales.
-  __device__ __forceinline__ void reload(int i) {
-    const int at = i < 4 || next_swa() ? 64 * i + 16 * quarter : kDims / 2 + 16;
-    raw[i] = load_if(next_exists() && (i <= 4 || next_swa()), next + at);
-  }
-
-  // All four lanes load all of a key's scales: 16 bytes of a window record, 32 of a main one.
-  __device__ __forceinline__ void reload_scales() {
-    scales = load_if(next_exists(), next + (next_swa() ? kDims : kDims / 2));
-  }
-
-  // Decodes this warp's keys into the tile at `base` and brings the next tile's in.
-  __device__ __forceinline__ void decode(uint32_t base) {
-    // A chunk's place is an exclusive or of what the lane and what the loop says, and rows are 128 bytes.
-    const uint32_t row = base + (block * 8 + key) * 128;
-    if (swa()) {
-      // This lane's eight scales, a byte each; their registers are needed first of all for the next tile.
-      const uint32_t pick = quarter & 2 ? 0x7531 : 0x6420;
-      const uint32_t picked[2] = {prmt(scales.x, scales.y, pick), prmt(scales.z, scales.w, pick)};
-      reload_scales();
-      const uint32_t at = row + ((2 * quarter) ^ key) * 16;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {  // panel i: 16 dims from 16 * quarter on
-        const uint32_t scale = ue8m0_scale(here(picked[i / 4]) >> (8 * (i % 4)));
-        const uint4 v = raw[i];
-        decode_e4m3(v.x, v.y, scale, (at ^ place(i, 0) * 16) + i * kPanelBytes);
-        decode_e4m3(v.z, v.w, scale, (at ^ place(i, 1) * 16) + i * kPanelBytes);
-        if (i <= 4 || next_swa()) reload(i);
+  // Asks for the next tile's scales and for slots: two lanes the halves of a main record's scales or one a window
+  // record's, another the slot.
+  __device__ __forceinline__ void ask() {
+    const uint32_t slot_at = arriving + 256 + key * 4;
+    if (quarter == 2) {
+      if (slots_left > 0) {
+        copy_async<4>(slot_at, slots_at);
+      } else {
+        store_shared(slot_at, ~0u);
       }
-    } else {
-      // This lane's four pairs of scales.
-      const uint32_t pick = quarter & 1 ? 0x7632 : 0x5410;
-      const uint32_t picked[2] = {
-          quarter & 2 ? prmt(scales.y, scales.w, pick) : prmt(scales.x, scales.z, pick),
-          quarter & 2 ? prmt(raw[4].y, raw[4].w, pick) : prmt(raw[4].x, raw[4].z, pick)};
-      reload_scales();
-      reload(4);
-      const int panel = quarter >> 1, chunk = (quarter & 1) * 4;
-      const uint32_t at = row + panel * kPanelBytes + (place(panel, chunk) ^ key) * 16;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // panel 2 * i + quarter / 2: 32 dims from 32 * (quarter % 2) on
-        const uint32_t pair = e4m3_scales(here(picked[i / 2]) >> (16 * (i % 2)));
-        const uint32_t low = prmt(pair, pair, 0x1010), high = prmt(pair, pair, 0x3232);
-        const uint4 v = raw[i];
-        decode_e2m1(v.x, low, at + 2 * i * kPanelBytes);
-        decode_e2m1(v.y, low, (at ^ 16) + 2 * i * kPanelBytes);
-        decode_e2m1(v.z, high, (at ^ 32) + 2 * i * kPanelBytes);
-        decode_e2m1(v.w, high, (at ^ 48) + 2 * i * kPanelBytes);
-        reload(i);
-      }
-      if (next_swa()) {
-#pragma unroll
-        for (int i = 5; i < 8; ++i) reload(i);
-      }
+    } else if (quarter < (next_swa() ? 1 : 2)) {
+      copy_async<16>(arriving + key * 32 + quarter * 16, next + (next_swa() ? kDims : kDims / 2) + 16 * quarter);
     }
-    advance();
+    pass_tile(4);
+  }
+
+  // What was asked for, and asks again.
+  __device__ __forceinline__ void receive(uint4 (&scales)[2]) {
+    copy_async_wait();
+    __syncwarp();
+    scales[0] = load_shared(arriving + key * 32), scales[1] = load_shared(arriving + key * 32 + 16);
+    late = static_cast<int>(load_shared_word(arriving + 256 + key * 4));
+    __syncwarp();
+    ask();
+  }
+
+  // 16 of the piece-th 64 bytes of the next tile's record: a main one has four, a window one eight.
+  __device__ __forceinline__ uint4 load(int piece) const { return load_record(next + 64 * piece + 16 * quarter); }
+
+  // Decodes this warp's keys into the tile at `base` and brings the next tile's in. `advance` must follow.
+  __device__ __forceinline__ void decode(uint32_t base) {
+    uint4 scales[2];
+    receive(scales);
+    const uint32_t at_key = base + line * 128;
+    if (swa()) {
+      decode_window(at_key, scales[0]);
+      set = 0;
+    } else if (set == 0) {
+      decode_main<0>(at_key, scales);
+      set = 1;
+    } else {
+      decode_main<1>(at_key, scales);
+      set = 0;
+    }
+  }
+
+  // A chunk's place is an exclusive or of what the lane and what the loop says, and rows are 128 bytes.
+  __device__ __forceinline__ void decode_window(uint32_t at_key, const uint4& scales) {
+    // This lane's eight scales, a byte each.
+    const uint32_t pick = quarter & 2 ? 0x7531 : 0x6420;
+    const uint32_t picked[2] = {prmt(scales.x, scales.y, pick), prmt(scales.z, scales.w, pick)};
+    const uint32_t at = at_key + ((2 * quarter) ^ key) * 16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // panel i: 16 dims from 16 * quarter on
+      const uint32_t scale = ue8m0_scale(here(picked[i / 4]) >> (8 * (i % 4)));
+      const uint4 v = raw[i];
+      decode_e4m3(v.x, v.y, scale, (at ^ place(i, 0) * 16) + i * kPanelBytes);
+      decode_e4m3(v.z, v.w, scale, (at ^ place(i, 1) * 16) + i * kPanelBytes);
+      if (i < 4 || next_swa()) raw[i] = load(i);
+      __syncwarp();  // as below
+    }
+  }
+
+  template <int SET>
+  __device__ __forceinline__ void decode_main(uint32_t at_key, const uint4 (&scales)[2]) {
+    constexpr int kOther = 4 - 4 * SET;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw[kOther + i] = load(next_swa() ? kOther + i : i);
+    __syncwarp();  // no load moves past it: the assembler would have them wait for the tile's end
+    // This lane's four pairs of scales.
+    const uint32_t pick = quarter & 1 ? 0x7632 : 0x5410;
+    uint32_t picked[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      picked[i] = quarter & 2 ? prmt(scales[i].y, scales[i].w, pick) : prmt(scales[i].x, scales[i].z, pick);
+    }
+    const int panel = quarter >> 1, chunk = (quarter & 1) * 4;
+    const uint32_t at = at_key + panel * kPanelBytes + (place(panel, chunk) ^ key) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // panel 2 * i + quarter / 2: 32 dims from 32 * (quarter % 2) on
+      const uint32_t pair = e4m3_scales(here(picked[i / 2]) >> (16 * (i % 2)));
+      const uint32_t low = prmt(pair, pair, 0x1010), high = prmt(pair, pair, 0x3232);
+      const uint4 v = raw[4 * SET + i];
+      decode_e2m1(v.x, low, at + 2 * i * kPanelBytes);
+      decode_e2m1(v.y, low, (at ^ 16) + 2 * i * kPanelBytes);
+      decode_e2m1(v.z, high, (at ^ 32) + 2 * i * kPanelBytes);
+      decode_e2m1(v.w, high, (at ^ 48) + 2 * i * kPanelBytes);
+      if (next_swa()) raw[4 * SET + i] = load(4 * SET + i);
+    }
+  }
+
+  // To the next tile, whose bytes are in registers or on their way there.
+  __device__ __forceinline__ void advance() {
+    send_for(late, 3);
+    kinds >>= 1, held = held >> 1 | (slot >= 0 ? 2 : 0);
+    next = record(slot, next_swa()), slot = late;
   }
 };
 
@@ -219,6 +283,7 @@ struct alignas(1024) Shared {
   float totals[HEADS];           // denominators, then what O is multiplied by
   float shares[2][kMaxSplits * HEADS];  // of the row's splits
   uint8_t present[kStages<HEADS>][8];   // bit k of byte b: key 8 b + k of the tile exists
+  alignas(16) Arriving arriving[kProducers / 32];
   uint64_t full[kStages<HEADS>], empty[kStages<HEADS>];
 };
 
@@ -547,10 +612,33 @@ struct NarrowConsumer : Consumer<16, 1> {
     }
   }
 
-  __device__ __forceinline__ void attend(int stage, int) {
+  __device__ __forceinline__ void attend(int stage, int buffer) {
+    float s[4];
+    score(stage, s);
+    const int head = lane >> 2;
+    const uint32_t weights = shared_address(shared.weights[buffer]);
+    // Maxima seldom move the peaks: P is made with those of before, while the warps ask each other if it may stand.
+    float2 sums = put_weights(weights, s);
+    const float top0 = fmaxf(s[0], s[1]), top1 = fmaxf(s[2], s[3]);
+    if (barrier_any(kConsumerBarrier, kConsumers, top0 > peak[0] + kPeakStep || top1 > peak[1] + kPeakStep)) {
+      const float most0 = quad_max(top0), most1 = quad_max(top1);
+      if ((lane & 3) == 0) shared.maxima[head][warp] = most0, shared.maxima[head + 8][warp] = most1;
+      meet();
+      const float2 factor = move_peaks(row_max(shared.maxima[head]), row_max(shared.maxima[head + 8]));
+      sums = put_weights(weights, s);
+      sum[0] *= factor.x, sum[1] *= factor.y;
+      scale_output(factor);
+      meet();
+    }
+    sum[0] += sums.x, sum[1] += sums.y;
+    add_values(stage, weights);
+  }
+
+  // Scores, base 2, of keys 8 * warp on: this lane's are 2 * (lane % 4) and the next, of head lane / 4 and of the eighth
+  // after it.
+  __device__ __forceinline__ void score(int stage, float (&scores)[4]) {
     const uint32_t tile = shared_address(shared.keys[stage]);
-    // Scores of keys 8 * warp on, in two sums that do not wait for each other.
-    float s[2][4] = {};
+    float s[4][4] = {};  // sums that do not wait for each other
     const int key = 8 * warp + (lane & 7);
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
@@ -559,30 +647,32 @@ struct NarrowConsumer : Consumer<16, 1> {
         uint32_t b[4];
         const int chunk = half * 4 + (lane >> 3);
         load_matrices<false>(tile + p * kPanelBytes + key * 128 + (chunk ^ (lane & 7)) * 16, b);
-        mma(s[0], q[p * 4 + half * 2], b[0], b[1]);
-        mma(s[1], q[p * 4 + half * 2 + 1], b[2], b[3]);
+        mma(s[2 * half], q[p * 4 + half * 2], b[0], b[1]);
+        mma(s[2 * half + 1], q[p * 4 + half * 2 + 1], b[2], b[3]);
       }
     }
     const uint32_t present = shared.present[stage][warp] >> (2 * (lane & 3));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      s[0][i] = present >> (i & 1) & 1 ? (s[0][i] + s[1][i]) * scale_log2 : -INFINITY;
+      const float sum = (s[0][i] + s[1][i]) + (s[2][i] + s[3][i]);
+      scores[i] = present >> (i & 1) & 1 ? sum * scale_log2 : -INFINITY;
     }
-    const int head = lane >> 2;
-    const float top0 = quad_max(fmaxf(s[0][0], s[0][1])), top1 = quad_max(fmaxf(s[0][2], s[0][3]));
-    if ((lane & 3) == 0) shared.maxima[head][warp] = top0, shared.maxima[head + 8][warp] = top1;
-    meet();
-    const float2 factor = move_peaks(row_max(shared.maxima[head]), row_max(shared.maxima[head + 8]));
-    const float a = fast_exp2(s[0][0] - peak[0]), b = fast_exp2(s[0][1] - peak[0]);
-    const float c = fast_exp2(s[0][2] - peak[1]), d = fast_exp2(s[0][3] - peak[1]);
-    sum[0] = sum[0] * factor.x + (a + b), sum[1] = sum[1] * factor.y + (c + d);
-    // P [16][64 keys]; head + 8 has head's swizzle.
-    const uint32_t weights = shared_address(shared.weights);
+  }
+
+  // P of this lane's scores to `weights`, [16][64 keys]; what it adds to the denominators.
+  __device__ __forceinline__ float2 put_weights(uint32_t weights, const float (&s)[4]) const {
+    const float a = fast_exp2(s[0] - peak[0]), b = fast_exp2(s[1] - peak[0]);
+    const float c = fast_exp2(s[2] - peak[1]), d = fast_exp2(s[3] - peak[1]);
+    const int head = lane >> 2;  // the eighth head after it has its swizzle
     const uint32_t at = weights + head * 128 + (warp ^ head) * 16 + (lane & 3) * 4;
     store_shared(at, pack_bf16x2(a, b));
     store_shared(at + 1024, pack_bf16x2(c, d));
-    scale_output(factor);
-    meet();
+    return make_float2(a + b, c + d);
+  }
+
+  // O += P V.
+  __device__ __forceinline__ void add_values(int stage, uint32_t weights) {
+    const uint32_t tile = shared_address(shared.keys[stage]);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       uint32_t p[4];
@@ -641,7 +731,7 @@ struct Walk {
 
 template <int HEADS>
 __device__ __forceinline__ void produce(Shared<HEADS>& shared, const Params& params, Walk walk, int warp, int lane) {
-  Gather gather(params, walk.row0, walk.step, walk.first, walk.last, warp, lane);
+  Gather gather(params, shared.arriving[warp], walk.row0, walk.step, walk.first, walk.last, warp, lane);
   for (int row = walk.row0; row < params.rows; row += walk.step) {
     for (int tile = walk.first; tile < walk.last; ++tile, walk.advance<kStages<HEADS>>()) {
       mbarrier_wait(shared_address(&shared.empty[walk.stage]), walk.phase ^ 1);
@@ -652,6 +742,7 @@ __device__ __forceinline__ void produce(Shared<HEADS>& shared, const Params& par
       gather.decode(shared_address(shared.keys[walk.stage]));
       if (HEADS == 64) fence_async();
       mbarrier_arrive(shared_address(&shared.full[walk.stage]));
+      gather.advance();  // after the tile is handed over
     }
   }
   if (walk.splits > 1) {

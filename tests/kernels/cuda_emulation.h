@@ -72,8 +72,15 @@ struct Barrier {
 
 struct Block;
 
+struct Copy {
+  uint32_t target;
+  const void* source;
+  int bytes;
+};
+
 struct Fiber {
   ucontext_t context;
+  std::vector<Copy> copies;  // on their way
   std::vector<char> stack;
   int thread;
   Block* block;
@@ -103,6 +110,7 @@ struct Block {
   Cluster* cluster;
   uint8_t* shared;
   Gate all, named[16];
+  int said_yes[16] = {};
   Warp warps[kMaxThreads / 32];
   Group groups[kMaxThreads / 128];
   std::map<uint32_t, Barrier> barriers;
@@ -368,6 +376,8 @@ inline uint4 load_if(bool wanted, const uint8_t* p) {
   return v;
 }
 
+inline uint4 load_record(const uint8_t* p) { return load_if(true, p); }
+
 inline uint32_t load_pair_if(bool wanted, const uint8_t* p) {
   uint16_t v = 0;
   if (wanted) memcpy(&v, p, 2);
@@ -458,6 +468,15 @@ inline void mma(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 
 inline void fence_async() {}
 inline void barrier_sync(int id, int threads) { emulation::pass(emulation::current->block->named[id], threads); }
+inline bool barrier_any(int id, int threads, bool yes) {
+  int& said_yes = emulation::current->block->said_yes[id];
+  said_yes += yes;
+  barrier_sync(id, threads);
+  const bool any = said_yes > 0;
+  barrier_sync(id, threads);  // all have read it
+  said_yes -= yes;
+  return any;
+}
 inline void mbarrier_init(uint32_t barrier, int count) { emulation::current->block->barriers[barrier].count = count; }
 inline void mbarrier_init_fence() {}
 
@@ -483,6 +502,20 @@ inline void mbarrier_arrive_warp(uint32_t barrier, int lane) {
 inline void mbarrier_expect(uint32_t barrier, int bytes) {
   emulation::current->block->barriers[barrier].bytes += bytes;
   mbarrier_arrive(barrier);
+}
+
+// Copies of a thread arrive when it waits for them.
+template <int BYTES>
+void copy_async(uint32_t target, const void* source) {
+  static_assert(BYTES == 4 || BYTES == 16);
+  emulation::current->copies.push_back({target, source, BYTES});
+}
+
+inline void copy_async_wait() {
+  for (const auto& copy : emulation::current->copies) {
+    memcpy(emulation::at(copy.target, copy.bytes), copy.source, copy.bytes);
+  }
+  emulation::current->copies.clear();
 }
 
 inline void bulk_copy(uint32_t target, const void* source, int bytes, uint32_t barrier) {

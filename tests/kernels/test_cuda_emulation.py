@@ -56,6 +56,14 @@ def test_rows_taken_in_turn(library, heads, tile_heads, seed, monkeypatch):
     _check(library, case, Tile(tile_heads, 1), blocks=1)
 
 
+@pytest.mark.parametrize("window, topk", [(128, 0), (1, 200), (70, 130)])
+@pytest.mark.parametrize("heads, tile_heads", [(20, 16), (64, 64)])
+def test_rows_of_unlike_queries_in_turn(library, heads, tile_heads, window, topk):
+    q, *rest = _case(4, heads, window=window, topk=topk, absent=0.1)
+    q *= torch.tensor([1.0, 30.0, 0.1, 5.0]).view(4, 1, 1)
+    _check(library, (q, *rest), Tile(tile_heads, 1), blocks=1)
+
+
 @pytest.mark.parametrize("heads, tile", [(20, Tile(16, 5)), (64, Tile(64, 3)), (8, Tile(16, 10)), (80, Tile(64, 2))])
 def test_splits(library, heads, tile):
     _check(library, _case(1, heads, absent=0.1), tile)
