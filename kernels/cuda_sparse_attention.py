@@ -113,6 +113,7 @@ def call(
         tile.heads,
         tile.splits,
         multiprocessors,
+        cuda_build.EARLY_START,
         stream,
     )
 
@@ -130,7 +131,7 @@ FUNCTIONS = {
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int) * 2,
         *(ctypes.c_void_p, ctypes.c_void_p),
         *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_float),
-        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p),
     ]
 }
 

@@ -1,7 +1,7 @@
 """Time decode kernels beside their peers in one run: CUDA-graph replays over rotating inputs, medians.
 
     python scripts/bench_decode.py attention [--rows 1 64 512] [--heads 64 16 8] [--json out.json] [--sweep]
-    python scripts/bench_decode.py scores | select | layer [--shapes 1x16384 8x1048576] [--early] [--json out.json]
+    python scripts/bench_decode.py scores | select | layer [--shapes 1x16384 8x1048576] [--late] [--json out.json]
     python scripts/bench_decode.py memory [--shapes 256x1048576]
 
 attention: the CUDA C++ and the Triton kernel over packed records, and FlashMLA (the `sgl-flash-mla` wheel) over its
@@ -250,12 +250,12 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 16, 8])
     parser.add_argument("--shapes", nargs="*", help="rows x entries, such as 8x65536")
-    parser.add_argument("--early", action="store_true", help="let index kernels start while the one before ends")
+    parser.add_argument("--late", action="store_true", help="let no kernel start while the one before it ends")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
-    cuda_build.EARLY_START = options.early
+    cuda_build.EARLY_START = not options.late
     if options.what == "attention":
         run = sweep_attention if options.sweep else bench_attention
         results, agreed = run(options.rows, options.heads)

@@ -14,13 +14,15 @@
 // Scale. Decoded values carry a factor 2^-16 (an e4m3 scale times the 2^126 that e2m1 bits need would overflow bf16);
 // scores and outputs are multiplied by 2^16. Both steps are exact.
 //
-// Roles. Warpgroups 2 and 3 gather records and decode them, 0 and 1 multiply:
+// Roles. Warpgroups 2 and 3 gather records and decode them, 0 and 1 multiply. By ncu's samples the decoders set the pace:
+// their instructions wait for each other and for registers that a store still reads.
 //
 //   HEADS = 64  wgmma, M = 64 heads. Warpgroup 0 scores a tile and hands P to 1; each adds P V to its half of the dims,
 //               while 0 goes on to the next tile's scores. P multiplies from registers: by ncu's counts an operand
 //               wavefront of wgmma (128 bytes of shared memory) takes two cycles, as dear as the product it feeds.
 //   HEADS = 16  mma.sync, M = 16 heads, whose ldmatrix reads the tile in half of those cycles. A warp scores 8 of the
-//               keys, with Q in registers, and keeps 64 of the dims.
+//               keys, with Q in registers, and keeps 64 of the dims. Warps meet once a tile: P is made with the peaks
+//               of the tiles before, and made again where a score is far above them.
 
 #include "launch.cuh"
 #include "records.cuh"
@@ -787,6 +789,8 @@ __global__ void __launch_bounds__(kConsumers + kProducers, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
+  let_next_kernel_start();
+  wait_for_kernels_before();
 
   const Walk walk(params);
   // Registers move to where they are needed; four warpgroups have 512 between them.
@@ -815,13 +819,13 @@ __global__ void __launch_bounds__(kConsumers + kProducers, 1)
 // ---- Launch ---------------------------------------------------------------------------------------------------------
 
 template <int HEADS>
-cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t stream) {
+cudaError_t launch(const Params& params, int multiprocessors, bool early, cudaStream_t stream) {
   const int head_tiles = (params.heads + HEADS - 1) / HEADS;
   const int room = multiprocessors / head_tiles > 0 ? multiprocessors / head_tiles : 1;
   const bool all = params.splits > 1 || params.rows < room;
   const dim3 blocks(all ? params.rows * params.splits : room, head_tiles);
   return launch_kernel(sparse_attention_kernel<HEADS>, params, blocks, kConsumers + kProducers, sizeof(Shared<HEADS>),
-                       false, stream, params.splits);
+                       early, stream, params.splits);
 }
 
 // ---- Interface ------------------------------------------------------------------------------------------------------
@@ -834,7 +838,7 @@ extern "C" int csa2_sparse_attention(const void* q, int64_t q_row, int64_t q_hea
                                      const void* swa_slots, int64_t swa_row, int swa_wide, const void* main,
                                      const void* main_slots, int64_t main_row, int main_wide, const void* sink,
                                      void* out, int rows, int heads, int window, int topk, float scale, int tile_heads,
-                                     int splits, int multiprocessors, void* stream) {
+                                     int splits, int multiprocessors, int early, void* stream) {
   Params p = {};
   p.q = static_cast<const __nv_bfloat16*>(q), p.q_row = q_row, p.q_head = q_head;
   p.swa = static_cast<const uint8_t*>(swa), p.swa_slots = swa_slots, p.swa_row = swa_row, p.swa_wide = swa_wide;
@@ -849,8 +853,8 @@ extern "C" int csa2_sparse_attention(const void* q, int64_t q_row, int64_t q_hea
   const auto on = static_cast<cudaStream_t>(stream);
   if (splits < 1 || splits > kMaxSplits) return cudaErrorInvalidValue;
   switch (tile_heads) {
-    case 16: return launch<16>(p, multiprocessors, on);
-    case 64: return launch<64>(p, multiprocessors, on);
+    case 16: return launch<16>(p, multiprocessors, early, on);
+    case 64: return launch<64>(p, multiprocessors, early, on);
     default: return cudaErrorInvalidValue;
   }
 }

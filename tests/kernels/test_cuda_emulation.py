@@ -12,7 +12,7 @@ pytestmark = cuda_emulation.needs_compiler
 
 _LAUNCH = """
 template <int HEADS>
-cudaError_t launch(const Params& params, int multiprocessors, cudaStream_t) {
+cudaError_t launch(const Params& params, int multiprocessors, bool, cudaStream_t) {
   const int head_tiles = (params.heads + HEADS - 1) / HEADS, splits = params.splits;
   const bool all = splits > 1 || params.rows < multiprocessors;
   static_assert(sizeof(Shared<HEADS>) <= emulation::kSharedBytes);
