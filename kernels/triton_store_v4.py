@@ -60,9 +60,9 @@ def _write(even, odd, cache_ptr, slot, page_stride, PAGE_SLOTS: tl.constexpr):
     is_fp8 = pair < 224
     tl.store(data.to(tl.pointer_type(tl.int16)) + pair, packed.to(tl.int16), mask=is_fp8)
     # Pair 224 is the first of bf16: 448 bytes of data lie before it, and four bytes hold a pair.
-    roped = (data + 448).to(tl.pointer_type(tl.bfloat16)) + 2 * (pair - 224)
-    tl.store(roped, even.to(tl.bfloat16), mask=pair >= 224)
-    tl.store(roped + 1, odd.to(tl.bfloat16), mask=pair >= 224)
+    low = even.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    tl.store((data + 448).to(tl.pointer_type(tl.int32)) + (pair - 224), low | high, mask=pair >= 224)
     scales = page + PAGE_SLOTS * 576 + (slot % PAGE_SLOTS) * 8
     tl.store(scales + group, tl.where(group < 7, exponent, 0).to(tl.uint8))
 

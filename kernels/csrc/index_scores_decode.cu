@@ -240,6 +240,8 @@ struct Server {
     // Scales of up to three keys past the last one come along: copies are multiples of 16 bytes.
     const int data_bytes = keys * kKeyBytes, scale_bytes = (keys * kScaleBytes + 15) / 16 * 16;
     const uint32_t target = shared_address(stage.keys), barrier = shared_address(&stage.full);
+    // Each lane has read what is written over; see mbarrier_arrive_warp.
+    if (kWarpArrivals > 1 && lane != from) mbarrier_arrive(barrier);
     if (lane == from) stage.tile = {copy_set, copy_place, keys};
     if (LISTED) {
       const int bytes = __reduce_add_sync(kAll, mine ? data_bytes + scale_bytes : 0);
@@ -487,7 +489,7 @@ __global__ void __launch_bounds__(kThreads<GROUP>, 1) index_scores_kernel(const 
   if (serves && lane == 0) {
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-      mbarrier_init(shared_address(&shared.stages[team][s].full), 1);
+      mbarrier_init(shared_address(&shared.stages[team][s].full), kWarpArrivals);
       mbarrier_init(shared_address(&shared.stages[team][s].done), 4 * kWarpArrivals);
     }
     mbarrier_init_fence();

@@ -492,11 +492,15 @@ inline void mbarrier_arrive(uint32_t barrier) {
   mbarrier_settle(b);
 }
 
+#ifdef CSA2_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
 constexpr int kWarpArrivals = 1;
+#endif
 
 inline void mbarrier_arrive_warp(uint32_t barrier, int lane) {
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(barrier);
+  if (kWarpArrivals > 1 || lane == 0) mbarrier_arrive(barrier);
 }
 
 inline void mbarrier_expect(uint32_t barrier, int bytes) {

@@ -14,11 +14,11 @@ CXX = shutil.which("g++")
 needs_compiler = pytest.mark.skipif(CXX is None, reason="needs g++")
 
 
-def build(source, launch, functions, folder):
-    """The library of a kernel whose launch section is replaced by `launch`."""
+def build(source, launch, functions, folder, flags=()):
+    """The library of a kernel whose launch section is replaced by `launch`; `flags`: further ones of the compiler."""
     (folder / "kernel.cpp").write_text(_host_source(source.read_text(), launch))
     here = Path(__file__).parent
-    command = [CXX, "-O2", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{here}", "-o", "kernel.so", "kernel.cpp"]
+    command = [CXX, "-O2", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{here}", *flags, "-o", "kernel.so", "kernel.cpp"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[:3000]
     return cuda_build.declare(ctypes.CDLL(str(folder / "kernel.so")), functions)
