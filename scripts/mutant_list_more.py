@@ -196,6 +196,27 @@ KERNEL_MUTANTS = (
         f"{_ATTENTION}::test_splits",
     ),
     Mutant(
+        "CUDA C++: one tile of records decoded for the next",
+        "kernels/csrc/sparse_attention.cu",
+        "      set = 1;",
+        "      set = 0;",
+        f"{_ATTENTION}::test_rows_taken_in_turn",
+    ),
+    Mutant(
+        "CUDA C++: main KV's slots after the window's",
+        "kernels/csrc/sparse_attention.cu",
+        "} else if (tile == params.swa_tiles) {",
+        "} else if (false) {",
+        f"{_ATTENTION}::test_splits",
+    ),
+    Mutant(
+        "CUDA C++: denominators not rescaled",
+        "kernels/csrc/sparse_attention.cu",
+        "      sum[0] *= factor.x, sum[1] *= factor.y;\n",
+        "",
+        f"{_ATTENTION}::test_scores_that_grow_and_sinks",
+    ),
+    Mutant(
         "CUDA C++: one entry past the visible ones",
         "kernels/csrc/index_scores_decode.cu",
         "if (key >= present) scores.x = -INFINITY;",
