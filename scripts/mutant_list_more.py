@@ -184,15 +184,15 @@ KERNEL_MUTANTS = (
     Mutant(
         "CUDA C++: sink left out",
         "kernels/csrc/sparse_attention.cu",
-        "kUnshift / (shared.totals[thread] + fast_exp2(sink_log2(thread) - shared.peaks[thread]));",
-        "kUnshift / shared.totals[thread];",
+        "norm(shared.totals[thread] + fast_exp2(sink_log2(thread) - shared.peaks[thread]));",
+        "norm(shared.totals[thread]);",
         f"{_ATTENTION}::test_scores_that_grow_and_sinks",
     ),
     Mutant(
         "CUDA C++: splits joined without their peaks",
         "kernels/csrc/sparse_attention.cu",
-        "shares[i] = fast_exp2(shares[i] - top) * norm;",
-        "shares[i] = norm;",
+        "shares[i] = fast_exp2(shares[i] - top) * factor;",
+        "shares[i] = factor;",
         f"{_ATTENTION}::test_splits",
     ),
     Mutant(
@@ -201,6 +201,13 @@ KERNEL_MUTANTS = (
         "      set = 1;",
         "      set = 0;",
         f"{_ATTENTION}::test_rows_taken_in_turn",
+    ),
+    Mutant(
+        "CUDA C++: read before the kernel before has ended",
+        "kernels/csrc/ptx.cuh",
+        "  return *p;\n",
+        "  return __ldg(p);\n",
+        "tests/kernels/test_cuda_compile.py::test_nothing_is_read_before_the_wait",
     ),
     Mutant(
         "CUDA C++: main KV's slots after the window's",

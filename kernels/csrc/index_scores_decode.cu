@@ -208,7 +208,7 @@ struct Server {
       if (LISTED) {
         const int column = copy_place * kBlocks + lane % kBlocks;
         const int64_t line = static_cast<int64_t>(copy_set) * params.num_blocks;
-        const int block = column < params.num_blocks ? __ldg(params.blocks + line + column) : -1;
+        const int block = column < params.num_blocks ? load_global(params.blocks + line + column) : -1;
         entry = block * kBlockKeys;
         if (block >= 0) keys = max(0, min(kBlockKeys, visible - entry));
       } else {
@@ -337,12 +337,12 @@ struct Scorer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4* source = reinterpret_cast<const uint4*>(params.q + (line + head) * kDims + 32 * i + 8 * word);
-        v[i] = head < params.heads ? __ldg(source) : make_uint4(0, 0, 0, 0);
+        v[i] = head < params.heads ? load_global(source) : make_uint4(0, 0, 0, 0);
       }
       if (warp == 0) {
         const int column = lane / 2 % 4 * 8 + lane / 8 * 2 + lane % 2;
         const uint16_t* bits = reinterpret_cast<const uint16_t*>(params.weights + line + column);
-        const float weight = column < params.heads ? __uint_as_float(uint32_t{__ldg(bits)} << 16) * kUnshift : 0.0f;
+        const float weight = column < params.heads ? __uint_as_float(uint32_t{load_global(bits)} << 16) * kUnshift : 0.0f;
         shared.weights[team][r][lane] = weight;
       }
       const uint32_t target = shared_address(shared.q[team][r]) + word / 2 * kPanelBytes + head * 128;

@@ -62,15 +62,6 @@ __device__ __forceinline__ uint4 load_record(const uint8_t* p) {
   return v;
 }
 
-__device__ __forceinline__ uint32_t load_pair_if(bool wanted, const uint8_t* p) {
-  uint32_t v;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.u16 %0, [%1];\n}\n"
-      : "=&r"(v)
-      : "l"(p), "r"(int(wanted)));
-  return v;
-}
-
 __device__ __forceinline__ uint32_t load_byte_if(bool wanted, const uint8_t* p) {
   uint32_t v;
   asm volatile(
@@ -80,9 +71,16 @@ __device__ __forceinline__ uint32_t load_byte_if(bool wanted, const uint8_t* p) 
   return v;
 }
 
+// What a kernel before may have written, where kernels start early: the assembler moves loads of memory that is said to
+// be read-only (ld.global.nc, __ldg) above the wait for that kernel.
+template <class T>
+__device__ __forceinline__ T load_global(const T* p) {
+  return *p;
+}
+
 // Element i of a table of int32 or, `wide`, int64: the low word, as no slot, length or request here reaches 2^31.
 __device__ __forceinline__ int load_int(const void* p, int64_t i, int wide) {
-  return __ldg(static_cast<const int*>(p) + (i << wide));
+  return load_global(static_cast<const int*>(p) + (i << wide));
 }
 
 __device__ __forceinline__ void prefetch(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
@@ -256,7 +254,8 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
       : "memory");
 }
 
-// Kernels launched early (launch.cuh): the next may start from here on; what those before wrote is there from here on.
+// Kernels launched early (launch.cuh): the next may start from here on; what those before wrote is there from here on,
+// for load_global and what else is not said to be read-only.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -174,20 +174,20 @@ __global__ void __launch_bounds__(kThreads, 1) best_blocks_kernel(const __grid_c
   const int newest = p.keep_newest ? seen - 1 : -1;
   if (seen <= p.direct) {
     number = choose(
-        shared, seen, p.k, newest, [&](int i) { return __ldg(maxima + i); },
+        shared, seen, p.k, newest, [&](int i) { return load_global(maxima + i); },
         [&](int place, int i) { shared.chosen[place] = i; });
   } else {
     const float* tile_max = p.group_max + row * (p.width / kGroup);
     const int tiles = choose(
         shared, (seen + kGroup - 1) / kGroup, p.k, newest < 0 ? -1 : newest / kGroup,
-        [&](int i) { return __ldg(tile_max + i); }, [&](int place, int i) { shared.groups[place] = i; });
+        [&](int i) { return load_global(tile_max + i); }, [&](int place, int i) { shared.groups[place] = i; });
     __syncthreads();
     // The newest tile is the last of the chosen.
     number = choose(
         shared, tiles * kGroup, p.k, newest < 0 ? -1 : (tiles - 1) * kGroup + newest % kGroup,
         [&](int i) {
           const int block = shared.groups[i / kGroup] * kGroup + i % kGroup;
-          return block < seen ? __ldg(maxima + block) : nan();
+          return block < seen ? load_global(maxima + block) : nan();
         },
         [&](int place, int i) { shared.chosen[place] = shared.groups[i / kGroup] * kGroup + i % kGroup; });
   }
@@ -208,24 +208,24 @@ __global__ void __launch_bounds__(kThreads, 1) select_in_blocks_kernel(const __g
     int columns = num_blocks;
     if (p.width <= p.direct) {
       for (int i = threadIdx.x; i < num_blocks; i += kThreads) {
-        shared.groups[i] = i, shared.parents[i] = __ldg(blocks + i);
+        shared.groups[i] = i, shared.parents[i] = load_global(blocks + i);
       }
     } else {
       const float* maxima = p.group_max + row * num_blocks;
       columns = choose(
           shared, num_blocks, p.k, -1,
           [&](int i) {
-            const float top = __ldg(maxima + i);
-            const int block = __ldg(blocks + i);
+            const float top = load_global(maxima + i);
+            const int block = load_global(blocks + i);
             return block >= 0 && block * kGroup < visible ? top : nan();
           },
-          [&](int place, int i) { shared.groups[place] = i, shared.parents[place] = __ldg(blocks + i); });
+          [&](int place, int i) { shared.groups[place] = i, shared.parents[place] = load_global(blocks + i); });
     }
     __syncthreads();
     number = choose(
         shared, columns * kGroup, p.k, -1,
         [&](int i) {
-          const float score = __ldg(scores + shared.groups[i / kGroup] * kGroup + i % kGroup);
+          const float score = load_global(scores + shared.groups[i / kGroup] * kGroup + i % kGroup);
           const int block = shared.parents[i / kGroup];
           return block >= 0 && block * kGroup + i % kGroup < visible ? score : nan();
         },

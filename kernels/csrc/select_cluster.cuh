@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2) best_in_cluster_kernel(con
     for (int j = 0; j < VECTORS; ++j) {
       const int index = base + j * kWarpStep;
       scores[j] = {nan(), nan(), nan(), nan()};
-      if (j < vectors && index < end) scores[j] = __ldg(reinterpret_cast<const float4*>(maxima + index));
+      if (j < vectors && index < end) scores[j] = load_global(reinterpret_cast<const float4*>(maxima + index));
     }
   };
   // Short rows are fetched before their length is known, and what lies past it is dropped. Of long ones each block
@@ -352,8 +352,8 @@ __global__ void __launch_bounds__(kClusterThreads, VECTORS < kMaxVectors ? 2 : 1
     const int index = base + j * kWarpStep;
     positions[j] = -1, scores[j] = {};
     if (j < vectors && index < p.width) {
-      positions[j] = __ldg(listed + index / kGroup);
-      scores[j] = __ldg(reinterpret_cast<const float4*>(row_scores + index));
+      positions[j] = load_global(listed + index / kGroup);
+      scores[j] = load_global(reinterpret_cast<const float4*>(row_scores + index));
     }
   }
   prepare<SPLIT>(shared);
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(kClusterThreads, VECTORS < kMaxVectors ? 2 : 1
   int64_t* slots = p.slots + at.row * p.k;
   const int* tokens = static_cast<const int*>(p.req_to_token) + (request * p.request_stride << p.req_to_token_wide);
   const int words = 1 << (p.ratio_shift + p.req_to_token_wide);  // from entry to entry
-  const auto token_of = [&](int position) { return __ldg(tokens + position * words); };
+  const auto token_of = [&](int position) { return load_global(tokens + position * words); };
   if (visible <= min(p.k, p.width)) {
     for (int i = at.first; i < p.k; i += SPLIT * kClusterThreads) {
       chosen[i] = i < visible ? i : -1;
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kClusterThreads, VECTORS < kMaxVectors ? 2 : 1
         const int* first = tokens + positions[j] * words;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          if (wants_slots && keys[j][i] != 0) ahead[j][i] = __ldg(first + i * words);
+          if (wants_slots && keys[j][i] != 0) ahead[j][i] = load_global(first + i * words);
         }
       }
     }

@@ -85,8 +85,8 @@ __device__ __align__(16) const uint8_t kNoRecord[kSwaBytes] = {};
 
 // Brings tiles of 64 keys in, eight warps with eight keys each. Four neighbouring lanes share a key: of every 64 bytes
 // of its record each loads 16. Of main records the registers hold two tiles, of which one is decoded while the other is
-// on its way; of window records one, each register being loaded again once it was decoded. The records of the two tiles
-// after that are on their way to L2, and the slots of the next one to shared memory.
+// on its way; of window records one, each register being loaded again once it was decoded. The records of the tile after
+// those have been sent for to L2, the slots of the one after that are on their way to shared memory.
 struct Gather {
   const Params& params;
   const uint32_t arriving;  // this warp's, in shared memory
@@ -151,7 +151,7 @@ struct Gather {
 
   __device__ __forceinline__ int load_slot(int bit) {
     int slot = -1;
-    if (slots_left > 0) slot = __ldg(slots_at);
+    if (slots_left > 0) slot = load_global(slots_at);
     pass_tile(bit);
     return slot;
   }
@@ -276,8 +276,8 @@ template <int HEADS>
 struct alignas(1024) Shared {
   uint8_t keys[kStages<HEADS>][kTileBytes];
   uint8_t q[HEADS * kDims * 2];  // [8 panels][HEADS][128 bytes], swizzled; at a row's end O passes through
-  // P. 64 heads: warpgroup 0's registers for 1, [4 steps of 16 keys][128 threads][16 bytes], two in turn, as the two
-  // drift apart by a tile. 16 heads: [16][64 keys], swizzled.
+  // P, two in turn. 64 heads: warpgroup 0's registers for 1, [4 steps of 16 keys][128 threads][16 bytes]; the two drift
+  // apart by a tile. 16 heads: [16][64 keys], swizzled; a warp may still read one when another makes the next.
   uint8_t weights[2][HEADS * 128];
   float2 factors[2][128];        // 64 heads: what O is multiplied by before that P V
   float maxima[16][8];           // 16 heads: per head and warp
@@ -325,7 +325,7 @@ struct Consumer {
       for (int i = 0; i < kBatch; ++i) {
         const int head = (b + i) * 4 + thread / 64, chunk = thread % 64;
         v[i] = make_uint4(0, 0, 0, 0);
-        if (head < heads) v[i] = __ldg(reinterpret_cast<const uint4*>(source + head * params.q_head + chunk * 8));
+        if (head < heads) v[i] = load_global(reinterpret_cast<const uint4*>(source + head * params.q_head + chunk * 8));
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -364,8 +364,11 @@ struct Consumer {
   }
 
   __device__ __forceinline__ float sink_log2(int head) const {
-    return head0 + head < params.heads ? __ldg(params.sink + head0 + head) * kLog2E : 0.0f;
+    return head0 + head < params.heads ? load_global(params.sink + head0 + head) * kLog2E : 0.0f;
   }
+
+  // What O is multiplied by; a row without keys gives zeros, whatever the sink.
+  __device__ __forceinline__ static float norm(float total) { return total > 0.0f ? kUnshift / total : 0.0f; }
 
   // Eight dims of a head in their own order.
   __device__ __forceinline__ void store_chunk(int row, int head, int chunk, const uint4& v) const {
@@ -391,7 +394,7 @@ struct Consumer {
   __device__ __forceinline__ void finish_alone(int row) {
     const int thread = here(this->thread), lane = here(this->lane);
     if (thread < HEADS) {
-      shared.totals[thread] = kUnshift / (shared.totals[thread] + fast_exp2(sink_log2(thread) - shared.peaks[thread]));
+      shared.totals[thread] = norm(shared.totals[thread] + fast_exp2(sink_log2(thread) - shared.peaks[thread]));
     }
     meet();
     const int head = row0 + (lane >> 2);
@@ -448,8 +451,8 @@ struct Consumer {
       for (int r = 0; r < splits; ++r) top = fmaxf(top, shares[r * HEADS + thread]);
       float total = fast_exp2(sink_log2(thread) - top);
       for (int i = thread; i < splits * HEADS; i += HEADS) total += fast_exp2(shares[i] - top) * totals[i];
-      const float norm = kUnshift / total;
-      for (int i = thread; i < splits * HEADS; i += HEADS) shares[i] = fast_exp2(shares[i] - top) * norm;
+      const float factor = norm(total);
+      for (int i = thread; i < splits * HEADS; i += HEADS) shares[i] = fast_exp2(shares[i] - top) * factor;
     }
     meet();
     // Lanes read side by side: 16 bytes each of a line, for half of a group of 8 dims.
@@ -747,6 +750,7 @@ __device__ __forceinline__ void produce(Shared<HEADS>& shared, const Params& par
       gather.advance();  // after the tile is handed over
     }
   }
+  copy_async_wait();  // what was asked for past the last tile
   if (walk.splits > 1) {
     cluster_sync();
     cluster_meet();

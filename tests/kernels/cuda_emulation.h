@@ -378,13 +378,12 @@ inline uint4 load_if(bool wanted, const uint8_t* p) {
 
 inline uint4 load_record(const uint8_t* p) { return load_if(true, p); }
 
-inline uint32_t load_pair_if(bool wanted, const uint8_t* p) {
-  uint16_t v = 0;
-  if (wanted) memcpy(&v, p, 2);
-  return v;
-}
-
 inline uint32_t load_byte_if(bool wanted, const uint8_t* p) { return wanted ? *p : 0; }
+
+template <class T>
+T load_global(const T* p) {
+  return *p;
+}
 
 inline int load_int(const void* p, int64_t i, int wide) { return static_cast<const int*>(p)[i << wide]; }
 

@@ -2,12 +2,17 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
+import triton
 
 from sglang_csa2.kernels import cuda_build
 
 SOURCES = sorted(cuda_build.SOURCES.glob("*.cu"))
+# Kernels that start while the one before them ends.
+EARLY = {"sparse_attention", "index_scores_decode", "select"}
+DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def _nvcc():
@@ -34,6 +39,31 @@ def test_compile(source, tmp_path, record_property):
     assert "(C75" not in result.stderr
     assert "warning" not in result.stderr
     record_property("registers", [int(count) for count in re.findall(r"Used (\d+) registers", result.stderr)])
+
+
+def before_the_wait(assembly: str) -> dict[str, list[str]]:
+    """By kernel, what touches global memory before the wait for the kernel before (ACQBULK)."""
+    found = {}
+    for kernel in assembly.split("Function : ")[1:]:
+        name, *lines = kernel.splitlines()
+        waits = next((i for i, line in enumerate(lines) if "ACQBULK" in line), None)
+        assert waits is not None, f"{name} does not wait for the kernel before it"
+        found[name] = [line for line in lines[:waits] if re.search(r"\b(LDG|LDGSTS|STG|LD|ST|ATOMG?|RED)\b", line)]
+    return found
+
+
+@needs_nvcc
+@pytest.mark.skipif(not DISASSEMBLER.exists(), reason="this Triton ships no cuobjdump")
+@pytest.mark.parametrize("source", [path for path in SOURCES if path.stem in EARLY], ids=lambda path: path.stem)
+def test_nothing_is_read_before_the_wait(source, tmp_path):
+    """The assembler may move loads that are said to be read-only above it; load_global is for that."""
+    command = [_nvcc(), *cuda_build.NVCC_FLAGS, "-cubin", "-o", str(tmp_path / "kernel.cubin"), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    dump = subprocess.run(
+        [DISASSEMBLER, "-sass", tmp_path / "kernel.cubin"], check=True, capture_output=True, text=True
+    )
+    found = before_the_wait(dump.stdout)
+    assert found and not any(found.values()), {name: lines for name, lines in found.items() if lines}
 
 
 @needs_nvcc

@@ -78,6 +78,11 @@ def test_absent_keys(library, heads):
     main_slots[3, 77:] = -1
     for splits in (1, 2):
         _check(library, (q, swa, swa_slots, main, main_slots, sink), Tile(heads, splits), blocks=2)
+        # A sink that takes nothing leaves a row without keys with nothing to divide by.
+        out = torch.full_like(q, torch.nan)
+        case = (q[:1], swa, swa_slots[:1], main, main_slots[:1], torch.full_like(sink, -torch.inf))
+        cuda_emulation.check(kernels.call(library, *case, out, cases.ATTENTION_SCALE, Tile(heads, splits), 2, 0))
+        assert not out[0].any()
 
 
 @pytest.mark.parametrize("window, topk", [(1, 1), (63, 65), (65, 2), (129, 0)])
