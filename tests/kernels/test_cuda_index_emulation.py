@@ -36,10 +36,9 @@ cudaError_t launch(const Params& params, int groups, cudaStream_t) {
 """
 
 
-@pytest.fixture(scope="module", params=[(), ("-DCSA2_EVERY_LANE_ARRIVES",)], ids=["served", "every lane arrives"])
-def library(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("emulation")
-    return cuda_emulation.build(kernels.SOURCE, _LAUNCH, kernels.FUNCTIONS, folder, request.param)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return cuda_emulation.build(kernels.SOURCE, _LAUNCH, kernels.FUNCTIONS, tmp_path_factory.mktemp("emulation"))
 
 
 def _case(visible, ratio=1, heads=32):
