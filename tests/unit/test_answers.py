@@ -134,9 +134,18 @@ def test_tokens_beyond_a_thin_margin(values, best, problem):
     assert found.problem is None if problem is None else found.problem.startswith(problem)
 
 
-def test_a_forced_run_of_other_tokens():
+@pytest.mark.parametrize("found", [[5, 6, 5], [5, 0, 0], [0, 0, 0]])
+def test_a_forced_run_of_other_tokens(found):
+    mine = an_answer([5, 6, 7], [WIDE] * 3)
     with pytest.raises(ValueError, match="other tokens"):
-        compare_forced(compare(WANTED, WANTED), WANTED, forced_answer([5, 6, 5], [-1.0] * 3, [-1.0] * 3))
+        compare_forced(compare(mine, mine), mine, forced_answer(found, [-1.0] * 3, [-1.0] * 3))
+
+
+def test_a_forced_run_in_which_the_host_names_the_last_token_0():
+    mine = an_answer([9, 5, 9], [{9: 0.0, 5: 0.1}, THIN, {9: 0.0, 5: 0.1}])
+    comparison = compare(mine, mine)
+    compare_forced(comparison, mine, forced_answer([0, 5, 0], [-1.0] * 3, [-1.0] * 3))
+    assert comparison.problem is None
 
 
 def test_in_sum():
