@@ -33,9 +33,8 @@ for step in scores reindex; do
     bench "prefill-$step" bench_prefill.py "$step" --json "$folder/prefill-$step.json"
 done
 bench prefill-memory bench_prefill.py memory
-bench picture plot_decode.py "$folder/decode-layer.json" "$folder/decode-layers.svg"
-# Last: FlashInfer compiles for minutes at its first use.
 bench routes bench_routes.py --json "$folder/routes.json"
+bench picture plot_decode.py "$folder/decode-layer.json" "$folder/decode-layers.svg"
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}; their logs are in $folder" >&2
     exit 1
