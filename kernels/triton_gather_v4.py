@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_csa2.kernels.triton_gather import room_for_keys
-from sglang_csa2.kernels.triton_records import decode_e4m3, exp2_of_biased
+from sglang_csa2.kernels.triton_records import exp2_of_biased, signed_e4m3
 from sglang_csa2.kernels.triton_store_v4 import check_pages
 
 _BLOCK_ROWS = 4
@@ -38,8 +38,7 @@ def _gather_v4_kernel(
     code = tl.load(data + dim, mask=present & (dim < 448), other=0).to(tl.int32)
     scales = (page + PAGE_SLOTS * 576 + (slots % PAGE_SLOTS) * 8)[:, None]
     scale = exp2_of_biased(tl.load(scales + dim // 64, mask=present & (dim < 448), other=0).to(tl.int32))
-    value = decode_e4m3(code & 0x7F)
-    value = tl.where((code & 0x80) != 0, -value, value) * scale
+    value = signed_e4m3(code) * scale
     roped = tl.load((data + 448).to(tl.pointer_type(tl.bfloat16)) + (dim - 448), mask=present & (dim >= 448), other=0.0)
     value = tl.where(dim < 448, value.to(tl.bfloat16), roped)
     tl.store(out_ptr + row[:, None] * 512 + dim, value, mask=in_range[:, None])

@@ -229,6 +229,18 @@ def decode_e4m3(code):
 
 
 @triton.jit
+def with_sign(value, sign):
+    """fp32 `value` >= 0, negative where `sign`, bit 31 of an int32, is set. (Triton 3.6's minus makes +0 of 0.)"""
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def signed_e4m3(code):
+    """e4m3 bytes as int32 -> fp32."""
+    return with_sign(decode_e4m3(code & 0x7F), (code & 0x80) << 24)
+
+
+@triton.jit
 def encode_e2m1(x):
     """fp32 -> e2m1 nibbles as int32, nearest even, saturating."""
     m = tl.abs(x)

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang_csa2.kernels.triton_records import ceil_exponent, decode_e4m3, encode_e4m3, exp2_of_biased
+from sglang_csa2.kernels.triton_records import (
+    ceil_exponent,
+    decode_e4m3,
+    encode_e4m3,
+    exp2_of_biased,
+    signed_e4m3,
+    with_sign,
+)
 from sglang_csa2.kernels.triton_store import (
     OPTIONS,
     check_inputs,
@@ -32,31 +39,35 @@ from sglang_csa2.layout import V4_KV
 
 
 @triton.jit
-def _signed_e4m3(code):
-    value = decode_e4m3(code & 0x7F)
-    return tl.where((code & 0x80) != 0, -value, value)
-
-
-@triton.jit
 def _signed_e2m1(code):
     magnitude = code & 7
     normal = (((magnitude >> 1) + 126) << 23 | ((magnitude & 1) << 22)).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal)
-    return tl.where((code & 8) != 0, -value, value)
+    return with_sign(tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, normal), (code & 8) << 28)
 
 
 @triton.jit
-def _write(even, odd, cache_ptr, slot, page_stride, PAGE_SLOTS: tl.constexpr):
-    """Encode a row's values, fp32 [8, 32] each of even and odd dims, and write them to its slot."""
-    amax = tl.maximum(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1), 1e-4)
-    exponent = ceil_exponent(amax * 0.002232142857142857)
-    inverse = exp2_of_biased(254 - exponent)[:, None]
+def _write(
+    even,
+    odd,
+    cache_ptr,
+    slot,
+    page_stride,
+    GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAGE_SLOTS: tl.constexpr,
+):
+    """Encode a row's values, fp32 [GROUPS, PAIRS] each of even and odd dims, and write them to its slot."""
+    # V4's groups of 64 dims are several of these. Values stay in their shape, and few numbers are reshaped: a maximum
+    # over a reshaped tile, whose lanes lie apart, combines other lanes on triton 3.6.
+    SMALL: tl.constexpr = GROUPS // 8
+    amax = tl.reshape(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1), (8, SMALL))
+    exponent = ceil_exponent(tl.maximum(tl.max(amax, axis=1), 1e-4) * 0.002232142857142857)
+    inverse = tl.reshape(tl.broadcast_to(exp2_of_biased(254 - exponent)[:, None], (8, SMALL)), (GROUPS,))[:, None]
     packed = encode_e4m3(tl.clamp(even * inverse, -448.0, 448.0))
     packed |= encode_e4m3(tl.clamp(odd * inverse, -448.0, 448.0)) << 8
     page = cache_ptr + (slot // PAGE_SLOTS) * page_stride
     data = page + (slot % PAGE_SLOTS) * 576
-    group = tl.arange(0, 8)
-    pair = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    pair = tl.arange(0, GROUPS)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     is_fp8 = pair < 224
     tl.store(data.to(tl.pointer_type(tl.int16)) + pair, packed.to(tl.int16), mask=is_fp8)
     # Pair 224 is the first of bf16: 448 bytes of data lie before it, and four bytes hold a pair.
@@ -64,6 +75,7 @@ def _write(even, odd, cache_ptr, slot, page_stride, PAGE_SLOTS: tl.constexpr):
     high = odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
     tl.store((data + 448).to(tl.pointer_type(tl.int32)) + (pair - 224), low | high, mask=pair >= 224)
     scales = page + PAGE_SLOTS * 576 + (slot % PAGE_SLOTS) * 8
+    group = tl.arange(0, 8)
     tl.store(scales + group, tl.where(group < 7, exponent, 0).to(tl.uint8))
 
 
@@ -88,8 +100,8 @@ def _swa_store_v4_kernel(
         even, odd = rotate(even, odd, table_ptr, tl.load(positions_ptr + row).to(tl.int64), 16, 16)
         even_code, odd_code, exponent = quantize_swa(even, odd)
         scale = exp2_of_biased(exponent)[:, None]
-        even, odd = _signed_e4m3(even_code) * scale, _signed_e4m3(odd_code) * scale
-        _write(tl.reshape(even, (8, 32)), tl.reshape(odd, (8, 32)), cache_ptr, slot, page_stride, PAGE_SLOTS)
+        even, odd = signed_e4m3(even_code) * scale, signed_e4m3(odd_code) * scale
+        _write(even, odd, cache_ptr, slot, page_stride, 16, 16, PAGE_SLOTS)
 
 
 @triton.jit
@@ -120,7 +132,7 @@ def _main_kv_store_v4_kernel(
         even_code, odd_code, scale_code = quantize_main(even, odd)
         scale = decode_e4m3(scale_code)[:, None]
         even, odd = _signed_e2m1(even_code) * scale, _signed_e2m1(odd_code) * scale
-        _write(tl.reshape(even, (8, 32)), tl.reshape(odd, (8, 32)), cache_ptr, slot, page_stride, PAGE_SLOTS)
+        _write(even, odd, cache_ptr, slot, page_stride, 32, 8, PAGE_SLOTS)
 
 
 def swa_store_v4(

@@ -198,8 +198,8 @@ KERNEL_MUTANTS = (
     Mutant(
         "CUDA C++: one tile of records decoded for the next",
         "kernels/csrc/sparse_attention.cu",
-        "      set = 1;",
-        "      set = 0;",
+        "for (int i = 0; i < 4; ++i) raw[i] = raw[4 + i];",
+        "for (int i = 0; i < 3; ++i) raw[i] = raw[4 + i];",
         f"{_ATTENTION}::test_rows_taken_in_turn",
     ),
     Mutant(
@@ -215,6 +215,13 @@ KERNEL_MUTANTS = (
         "} else if (tile == params.swa_tiles) {",
         "} else if (false) {",
         f"{_ATTENTION}::test_splits",
+    ),
+    Mutant(
+        "CUDA C++: sums of values not rescaled",
+        "kernels/csrc/sparse_attention.cu",
+        "scale_output(make_float2(shared.moves[head], shared.moves[head + 8]));",
+        "",
+        f"{_ATTENTION}::test_scores_that_grow_and_sinks",
     ),
     Mutant(
         "CUDA C++: denominators not rescaled",

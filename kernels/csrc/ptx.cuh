@@ -259,15 +259,20 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The calling warpgroup's registers per thread from here on, fewer or more than at launch.
+// The calling warpgroup's registers per thread from here on, fewer or more than at launch. With CSA2_FIXED_REGISTERS
+// they stay, for tools that add registers of their own.
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
+#ifndef CSA2_FIXED_REGISTERS
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
 }
 
 template <int COUNT>
 __device__ __forceinline__ void take_registers() {
+#ifndef CSA2_FIXED_REGISTERS
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
 }
 
 __device__ __forceinline__ uint32_t cluster_rank() {

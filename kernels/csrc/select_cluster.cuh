@@ -78,11 +78,11 @@ __device__ __forceinline__ int vectors_for(unsigned scores) {
 template <int SPLIT>
 __device__ __forceinline__ void prepare(ClusterShared& shared) {
   if (SPLIT > 1 && threadIdx.x == 0) {
+    for (int round = 0; round < kRounds; ++round) mbarrier_init(shared_address(&shared.arrived[round]), 1);
+    mbarrier_init_fence();
     for (int round = 0; round < kRounds; ++round) {
-      mbarrier_init(shared_address(&shared.arrived[round]), 1);
       mbarrier_expect(shared_address(&shared.arrived[round]), SPLIT * kSums * static_cast<int>(sizeof(int)));
     }
-    mbarrier_init_fence();
   }
   auto* counts = reinterpret_cast<uint4*>(shared.counts);
 #pragma unroll

@@ -14,15 +14,15 @@
 // Scale. Decoded values carry a factor 2^-16 (an e4m3 scale times the 2^126 that e2m1 bits need would overflow bf16);
 // scores and outputs are multiplied by 2^16. Both steps are exact.
 //
-// Roles. Warpgroups 2 and 3 gather records and decode them, 0 and 1 multiply. By ncu's samples the decoders set the pace:
-// their instructions wait for each other and for registers that a store still reads.
+// Roles. Warpgroups 2 and 3 gather records and decode them, 0 and 1 multiply: 0 scores a tile and hands P to 1.
 //
-//   HEADS = 64  wgmma, M = 64 heads. Warpgroup 0 scores a tile and hands P to 1; each adds P V to its half of the dims,
-//               while 0 goes on to the next tile's scores. P multiplies from registers: by ncu's counts an operand
-//               wavefront of wgmma (128 bytes of shared memory) takes two cycles, as dear as the product it feeds.
-//   HEADS = 16  mma.sync, M = 16 heads, whose ldmatrix reads the tile in half of those cycles. A warp scores 8 of the
-//               keys, with Q in registers, and keeps 64 of the dims. Warps meet once a tile: P is made with the peaks
-//               of the tiles before, and made again where a score is far above them.
+//   HEADS = 64  wgmma, M = 64 heads. Each of the two adds P V to its half of the dims, while 0 goes on to the next tile's
+//               scores. P multiplies from registers: by ncu's counts an operand wavefront of wgmma (128 bytes of shared
+//               memory) takes two cycles, as dear as the product it feeds.
+//   HEADS = 16  mma.sync, M = 16 heads, whose ldmatrix reads the tile in half of those cycles. A warp of 0 scores 16 of
+//               the keys, with Q in registers; a warp of 1 adds P V to 128 of the dims. That leaves registers to the
+//               decoders, whose instructions need not wait for each other then. Both meet once a tile: P is made with the
+//               peaks of the tiles before, and made again where a score is far above them.
 
 #include "launch.cuh"
 #include "records.cuh"
@@ -102,13 +102,12 @@ struct Gather {
   int late;                // of the tile after that
   uint32_t kinds;          // which tiles are the window's, a bit each: in `raw`, `next`, `slot`, `late`, asked for
   uint32_t held;           // whether the key exists, a bit each: in `raw`, under `next`
-  uint4 raw[8];
-  int set;  // where main records lie: from 4 * set on
+  uint4 raw[8];  // a window record, or a main one and the next
 
   __device__ __forceinline__ Gather(const Params& p, Arriving& arriving, int row, int step, int first, int last,
                                     int warp, int lane)
       : params(p), arriving(shared_address(&arriving)), step(step), first(first), last(last), key(lane >> 2),
-        quarter(lane & 3), line(warp * 8 + key), row(row), tile(first), kinds(0), held(0), set(0) {
+        quarter(lane & 3), line(warp * 8 + key), row(row), tile(first), kinds(0), held(0) {
     enter();
     const int now = load_slot(1);
     slot = load_slot(2), late = load_slot(3);
@@ -119,7 +118,7 @@ struct Gather {
     for (int i = 0; i < 8; ++i) {
       if (i < 4 || next_swa()) raw[i] = load(i);
     }
-    advance();
+    step_on();
   }
 
   __device__ __forceinline__ bool swa() const { return kinds & 1; }
@@ -203,13 +202,8 @@ struct Gather {
     const uint32_t at_key = base + line * 128;
     if (swa()) {
       decode_window(at_key, scales[0]);
-      set = 0;
-    } else if (set == 0) {
-      decode_main<0>(at_key, scales);
-      set = 1;
     } else {
-      decode_main<1>(at_key, scales);
-      set = 0;
+      decode_main(at_key, scales);
     }
   }
 
@@ -230,11 +224,9 @@ struct Gather {
     }
   }
 
-  template <int SET>
   __device__ __forceinline__ void decode_main(uint32_t at_key, const uint4 (&scales)[2]) {
-    constexpr int kOther = 4 - 4 * SET;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) raw[kOther + i] = load(next_swa() ? kOther + i : i);
+    for (int i = 0; i < 4; ++i) raw[4 + i] = load(next_swa() ? 4 + i : i);
     __syncwarp();  // no load moves past it: the assembler would have them wait for the tile's end
     // This lane's four pairs of scales.
     const uint32_t pick = quarter & 1 ? 0x7632 : 0x5410;
@@ -249,17 +241,25 @@ struct Gather {
     for (int i = 0; i < 4; ++i) {  // panel 2 * i + quarter / 2: 32 dims from 32 * (quarter % 2) on
       const uint32_t pair = e4m3_scales(here(picked[i / 2]) >> (16 * (i % 2)));
       const uint32_t low = prmt(pair, pair, 0x1010), high = prmt(pair, pair, 0x3232);
-      const uint4 v = raw[4 * SET + i];
+      const uint4 v = raw[i];
       decode_e2m1(v.x, low, at + 2 * i * kPanelBytes);
       decode_e2m1(v.y, low, (at ^ 16) + 2 * i * kPanelBytes);
       decode_e2m1(v.z, high, (at ^ 32) + 2 * i * kPanelBytes);
       decode_e2m1(v.w, high, (at ^ 48) + 2 * i * kPanelBytes);
-      if (next_swa()) raw[4 * SET + i] = load(4 * SET + i);
+      if (next_swa()) raw[i] = load(i);
     }
   }
 
   // To the next tile, whose bytes are in registers or on their way there.
   __device__ __forceinline__ void advance() {
+    if (!swa() && !next_swa()) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) raw[i] = raw[4 + i];
+    }
+    step_on();
+  }
+
+  __device__ __forceinline__ void step_on() {
     send_for(late, 3);
     kinds >>= 1, held = held >> 1 | (slot >= 0 ? 2 : 0);
     next = record(slot, next_swa()), slot = late;
@@ -279,10 +279,11 @@ struct alignas(1024) Shared {
   // P, two in turn. 64 heads: warpgroup 0's registers for 1, [4 steps of 16 keys][128 threads][16 bytes]; the two drift
   // apart by a tile. 16 heads: [16][64 keys], swizzled; a warp may still read one when another makes the next.
   uint8_t weights[2][HEADS * 128];
-  float2 factors[2][128];        // 64 heads: what O is multiplied by before that P V
-  float maxima[16][8];           // 16 heads: per head and warp
-  float peaks[HEADS];            // at a row's end: maxima, base 2
-  float totals[HEADS];           // denominators, then what O is multiplied by
+  float2 factors[2][128];               // 64 heads: what O is multiplied by before that P V
+  alignas(16) float maxima[16][4];      // 16 heads: per head and scoring warp
+  float moves[16];                      // 16 heads: what O is multiplied by where peaks move
+  float peaks[HEADS];                   // at a row's end: maxima, base 2
+  float totals[HEADS];                  // denominators, then what O is multiplied by
   float shares[2][kMaxSplits * HEADS];  // of the row's splits
   uint8_t present[kStages<HEADS>][8];   // bit k of byte b: key 8 b + k of the tile exists
   alignas(16) Arriving arriving[kProducers / 32];
@@ -300,7 +301,7 @@ struct Consumer {
   const int thread, warp, lane;  // of the 256 consumers
   const int head0;               // of the tile of heads
   const int row0, panel0;
-  float o[PANELS][32];
+  float o[PANELS > 0 ? PANELS : 1][32];
   float peak[2], sum[2];  // running maxima, base 2; this thread's share of the denominators
 
   __device__ __forceinline__ Consumer(Shared<HEADS>& s, const Params& p, int warp, int lane, int head0, int row0,
@@ -600,11 +601,12 @@ struct WideConsumer : Consumer<64, 4> {
 
 // ---- 16 heads -------------------------------------------------------------------------------------------------------
 
-struct NarrowConsumer : Consumer<16, 1> {
+// Scores the tiles, 16 of a tile's keys a warp, and makes P.
+struct NarrowScorer : Consumer<16, 0> {
   uint32_t q[32][4];  // A operands of 32 steps of 16 dims
 
-  __device__ __forceinline__ NarrowConsumer(Shared<16>& s, const Params& p, int warp, int lane, int head0)
-      : Consumer(s, p, warp, lane, head0, 0, warp) {}
+  __device__ __forceinline__ NarrowScorer(Shared<16>& s, const Params& p, int warp, int lane, int head0)
+      : Consumer(s, p, warp, lane, head0, 0, 0) {}
 
   // Q from shared memory to registers.
   __device__ __forceinline__ void begin() {
@@ -618,13 +620,14 @@ struct NarrowConsumer : Consumer<16, 1> {
   }
 
   __device__ __forceinline__ void attend(int stage, int buffer) {
-    float s[4];
+    float s[2][4];
     score(stage, s);
     const int head = lane >> 2;
     const uint32_t weights = shared_address(shared.weights[buffer]);
     // Maxima seldom move the peaks: P is made with those of before, while the warps ask each other if it may stand.
     float2 sums = put_weights(weights, s);
-    const float top0 = fmaxf(s[0], s[1]), top1 = fmaxf(s[2], s[3]);
+    const float top0 = fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1]));
+    const float top1 = fmaxf(fmaxf(s[0][2], s[0][3]), fmaxf(s[1][2], s[1][3]));
     if (barrier_any(kConsumerBarrier, kConsumers, top0 > peak[0] + kPeakStep || top1 > peak[1] + kPeakStep)) {
       const float most0 = quad_max(top0), most1 = quad_max(top1);
       if ((lane & 3) == 0) shared.maxima[head][warp] = most0, shared.maxima[head + 8][warp] = most1;
@@ -632,71 +635,63 @@ struct NarrowConsumer : Consumer<16, 1> {
       const float2 factor = move_peaks(row_max(shared.maxima[head]), row_max(shared.maxima[head + 8]));
       sums = put_weights(weights, s);
       sum[0] *= factor.x, sum[1] *= factor.y;
-      scale_output(factor);
+      if (warp == 0 && (lane & 3) == 0) shared.moves[head] = factor.x, shared.moves[head + 8] = factor.y;
       meet();
     }
     sum[0] += sums.x, sum[1] += sums.y;
-    add_values(stage, weights);
   }
 
-  // Scores, base 2, of keys 8 * warp on: this lane's are 2 * (lane % 4) and the next, of head lane / 4 and of the eighth
-  // after it.
-  __device__ __forceinline__ void score(int stage, float (&scores)[4]) {
-    const uint32_t tile = shared_address(shared.keys[stage]);
-    float s[4][4] = {};  // sums that do not wait for each other
-    const int key = 8 * warp + (lane & 7);
+  // Scores, base 2, of keys 16 * warp + 8 * g on: this lane's are 2 * (lane % 4) and the next, of head lane / 4 and of
+  // the eighth after it.
+  __device__ __forceinline__ void score(int stage, float (&scores)[2][4]) {
+    const uint32_t tile = shared_address(shared.keys[stage]) + warp * (16 * 128);
+    float s[2][2][4] = {};  // sums that do not wait for each other
+    const int key = lane & 7;
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t b[4];
         const int chunk = half * 4 + (lane >> 3);
-        load_matrices<false>(tile + p * kPanelBytes + key * 128 + (chunk ^ (lane & 7)) * 16, b);
-        mma(s[2 * half], q[p * 4 + half * 2], b[0], b[1]);
-        mma(s[2 * half + 1], q[p * 4 + half * 2 + 1], b[2], b[3]);
+        const uint32_t at = tile + p * kPanelBytes + key * 128 + (chunk ^ key) * 16;
+        uint32_t b[2][4];
+        load_matrices<false>(at, b[0]);
+        load_matrices<false>(at + 8 * 128, b[1]);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          mma(s[0][k], q[p * 4 + half * 2 + k], b[0][2 * k], b[0][2 * k + 1]);
+          mma(s[1][k], q[p * 4 + half * 2 + k], b[1][2 * k], b[1][2 * k + 1]);
+        }
       }
     }
-    const uint32_t present = shared.present[stage][warp] >> (2 * (lane & 3));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float sum = (s[0][i] + s[1][i]) + (s[2][i] + s[3][i]);
-      scores[i] = present >> (i & 1) & 1 ? sum * scale_log2 : -INFINITY;
+    for (int g = 0; g < 2; ++g) {
+      const uint32_t present = shared.present[stage][2 * warp + g] >> (2 * (lane & 3));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[g][i] = present >> (i & 1) & 1 ? (s[g][0][i] + s[g][1][i]) * scale_log2 : -INFINITY;
+      }
     }
   }
 
   // P of this lane's scores to `weights`, [16][64 keys]; what it adds to the denominators.
-  __device__ __forceinline__ float2 put_weights(uint32_t weights, const float (&s)[4]) const {
-    const float a = fast_exp2(s[0] - peak[0]), b = fast_exp2(s[1] - peak[0]);
-    const float c = fast_exp2(s[2] - peak[1]), d = fast_exp2(s[3] - peak[1]);
+  __device__ __forceinline__ float2 put_weights(uint32_t weights, const float (&s)[2][4]) const {
     const int head = lane >> 2;  // the eighth head after it has its swizzle
-    const uint32_t at = weights + head * 128 + (warp ^ head) * 16 + (lane & 3) * 4;
-    store_shared(at, pack_bf16x2(a, b));
-    store_shared(at + 1024, pack_bf16x2(c, d));
-    return make_float2(a + b, c + d);
-  }
-
-  // O += P V.
-  __device__ __forceinline__ void add_values(int stage, uint32_t weights) {
-    const uint32_t tile = shared_address(shared.keys[stage]);
+    float2 sums = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      uint32_t p[4];
-      const int line = lane & 15;
-      load_matrices<false>(weights + line * 128 + ((2 * k + (lane >> 4)) ^ (line & 7)) * 16, p);
-      const uint32_t row = tile + warp * kPanelBytes + (16 * k + line) * 128;
-#pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        uint32_t v[4];  // keys 0-7 and 8-15 of dims 8 * j on, then of the next eight
-        load_matrices<true>(row + ((j + (lane >> 4)) ^ (line & 7)) * 16, v);
-        mma(&o[0][4 * j], p, v[0], v[1]);
-        mma(&o[0][4 * j + 4], p, v[2], v[3]);
-      }
+    for (int g = 0; g < 2; ++g) {
+      const float a = fast_exp2(s[g][0] - peak[0]), b = fast_exp2(s[g][1] - peak[0]);
+      const float c = fast_exp2(s[g][2] - peak[1]), d = fast_exp2(s[g][3] - peak[1]);
+      const uint32_t at = weights + head * 128 + ((2 * warp + g) ^ head) * 16 + (lane & 3) * 4;
+      store_shared(at, pack_bf16x2(a, b));
+      store_shared(at + 1024, pack_bf16x2(c, d));
+      sums.x += a + b, sums.y += c + d;
     }
+    return sums;
   }
 
-  __device__ __forceinline__ static float row_max(const float (&maxima)[8]) {
-    const float4 a = *reinterpret_cast<const float4*>(maxima), b = *reinterpret_cast<const float4*>(maxima + 4);
-    return fmaxf(fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)), fmaxf(fmaxf(b.x, b.y), fmaxf(b.z, b.w)));
+  __device__ __forceinline__ static float row_max(const float (&maxima)[4]) {
+    const float4 a = *reinterpret_cast<const float4*>(maxima);
+    return fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w));
   }
 
   __device__ __forceinline__ void share_sums() {
@@ -709,9 +704,50 @@ struct NarrowConsumer : Consumer<16, 1> {
     meet();
     if (thread < 16) {
       float total = 0;
-      for (int w = 0; w < 8; ++w) total += shared.maxima[thread][w];
+      for (int w = 0; w < 4; ++w) total += shared.maxima[thread][w];
       shared.totals[thread] = total;
     }
+    meet();
+  }
+};
+
+// Adds P V, 128 of the dims a warp.
+struct NarrowAdder : Consumer<16, 2> {
+  __device__ __forceinline__ NarrowAdder(Shared<16>& s, const Params& p, int warp, int lane, int head0)
+      : Consumer(s, p, warp, lane, head0, 0, 2 * (warp - 4)) {}
+
+  __device__ __forceinline__ void begin() {}
+
+  __device__ __forceinline__ void attend(int stage, int buffer) {
+    if (barrier_any(kConsumerBarrier, kConsumers, false)) {
+      meet();
+      meet();
+      const int head = lane >> 2;
+      scale_output(make_float2(shared.moves[head], shared.moves[head + 8]));
+    }
+    const uint32_t weights = shared_address(shared.weights[buffer]);
+    const uint32_t tile = shared_address(shared.keys[stage]) + panel0 * kPanelBytes;
+    const int line = lane & 15;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      uint32_t p[4];
+      load_matrices<false>(weights + line * 128 + ((2 * k + (lane >> 4)) ^ (line & 7)) * 16, p);
+      const uint32_t row = tile + (16 * k + line) * 128;
+#pragma unroll
+      for (int panel = 0; panel < 2; ++panel) {
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+          uint32_t v[4];  // keys 0-7 and 8-15 of dims 8 * j on, then of the next eight
+          load_matrices<true>(row + panel * kPanelBytes + ((j + (lane >> 4)) ^ (line & 7)) * 16, v);
+          mma(&o[panel][4 * j], p, v[0], v[1]);
+          mma(&o[panel][4 * j + 4], p, v[2], v[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void share_sums() {
+    meet();
     meet();
   }
 };
@@ -811,11 +847,14 @@ __global__ void __launch_bounds__(kConsumers + kProducers, 1)
     }
   } else {
     if (warp >= 8) {
-      give_registers<64>();
+      give_registers<112>();
       produce(shared, params, walk, warp - 8, lane);
+    } else if (warp >= 4) {
+      give_registers<104>();
+      consume<NarrowAdder>(shared, params, walk, warp, lane);
     } else {
-      take_registers<192>();
-      consume<NarrowConsumer>(shared, params, walk, warp, lane);
+      take_registers<184>();
+      consume<NarrowScorer>(shared, params, walk, warp, lane);
     }
   }
 }
