@@ -226,8 +226,8 @@ KERNEL_MUTANTS = (
     Mutant(
         "CUDA C++: denominators not rescaled",
         "kernels/csrc/sparse_attention.cu",
-        "      sum[0] *= factor.x, sum[1] *= factor.y;\n",
-        "",
+        "shares[g].x *= factor.x, shares[g].y *= factor.y;",
+        "shares[g].x *= factor.x;",
         f"{_ATTENTION}::test_scores_that_grow_and_sinks",
     ),
     Mutant(

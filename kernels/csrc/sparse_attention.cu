@@ -16,13 +16,13 @@
 //
 // Roles. Warpgroups 2 and 3 gather records and decode them, 0 and 1 multiply: 0 scores a tile and hands P to 1.
 //
-//   HEADS = 64  wgmma, M = 64 heads. Each of the two adds P V to its half of the dims, while 0 goes on to the next tile's
-//               scores. P multiplies from registers: by ncu's counts an operand wavefront of wgmma (128 bytes of shared
-//               memory) takes two cycles, as dear as the product it feeds.
-//   HEADS = 16  mma.sync, M = 16 heads, whose ldmatrix reads the tile in half of those cycles. A warp of 0 scores 16 of
-//               the keys, with Q in registers; a warp of 1 adds P V to 128 of the dims. That leaves registers to the
-//               decoders, whose instructions need not wait for each other then. Both meet once a tile: P is made with the
-//               peaks of the tiles before, and made again where a score is far above them.
+//   HEADS = 64  wgmma, M = 64 heads. Each of the two adds P V to its half of the dims, while 0 goes on to the next
+//               tile's scores. P multiplies from registers: by ncu's counts an operand wavefront of wgmma (128 bytes
+//               of shared memory) takes two cycles, as dear as the product it feeds.
+//   HEADS = 16  mma.sync, M = 16 heads, whose ldmatrix reads the tile in half of those cycles. A warp of 0 scores 16
+//               of the keys, with Q in registers; a warp of 1 adds P V to 128 of the dims. That leaves registers to
+//               the decoders, whose instructions need not wait for each other then. Both meet once a tile: P is made
+//               with the peaks of the tiles before, and made again where a score is far above them.
 
 #include "launch.cuh"
 #include "records.cuh"
@@ -280,7 +280,7 @@ struct alignas(1024) Shared {
   // apart by a tile. 16 heads: [16][64 keys], swizzled; a warp may still read one when another makes the next.
   uint8_t weights[2][HEADS * 128];
   float2 factors[2][128];               // 64 heads: what O is multiplied by before that P V
-  alignas(16) float maxima[16][4];      // 16 heads: per head and scoring warp
+  alignas(16) float maxima[16][8];      // 16 heads: per head and warp; at a row's end, and eight keys
   float moves[16];                      // 16 heads: what O is multiplied by where peaks move
   float peaks[HEADS];                   // at a row's end: maxima, base 2
   float totals[HEADS];                  // denominators, then what O is multiplied by
@@ -604,12 +604,14 @@ struct WideConsumer : Consumer<64, 4> {
 // Scores the tiles, 16 of a tile's keys a warp, and makes P.
 struct NarrowScorer : Consumer<16, 0> {
   uint32_t q[32][4];  // A operands of 32 steps of 16 dims
+  float2 shares[2];   // this thread's of the denominators, per group of eight keys
 
   __device__ __forceinline__ NarrowScorer(Shared<16>& s, const Params& p, int warp, int lane, int head0)
       : Consumer(s, p, warp, lane, head0, 0, 0) {}
 
   // Q from shared memory to registers.
   __device__ __forceinline__ void begin() {
+    shares[0] = shares[1] = make_float2(0.0f, 0.0f);
     const int head = lane & 15;
 #pragma unroll
     for (int k = 0; k < 32; ++k) {
@@ -625,7 +627,8 @@ struct NarrowScorer : Consumer<16, 0> {
     const int head = lane >> 2;
     const uint32_t weights = shared_address(shared.weights[buffer]);
     // Maxima seldom move the peaks: P is made with those of before, while the warps ask each other if it may stand.
-    float2 sums = put_weights(weights, s);
+    float2 sums[2];
+    put_weights(weights, s, sums);
     const float top0 = fmaxf(fmaxf(s[0][0], s[0][1]), fmaxf(s[1][0], s[1][1]));
     const float top1 = fmaxf(fmaxf(s[0][2], s[0][3]), fmaxf(s[1][2], s[1][3]));
     if (barrier_any(kConsumerBarrier, kConsumers, top0 > peak[0] + kPeakStep || top1 > peak[1] + kPeakStep)) {
@@ -633,19 +636,21 @@ struct NarrowScorer : Consumer<16, 0> {
       if ((lane & 3) == 0) shared.maxima[head][warp] = most0, shared.maxima[head + 8][warp] = most1;
       meet();
       const float2 factor = move_peaks(row_max(shared.maxima[head]), row_max(shared.maxima[head + 8]));
-      sums = put_weights(weights, s);
-      sum[0] *= factor.x, sum[1] *= factor.y;
+      put_weights(weights, s, sums);
+#pragma unroll
+      for (int g = 0; g < 2; ++g) shares[g].x *= factor.x, shares[g].y *= factor.y;
       if (warp == 0 && (lane & 3) == 0) shared.moves[head] = factor.x, shared.moves[head + 8] = factor.y;
       meet();
     }
-    sum[0] += sums.x, sum[1] += sums.y;
+#pragma unroll
+    for (int g = 0; g < 2; ++g) shares[g].x += sums[g].x, shares[g].y += sums[g].y;
   }
 
   // Scores, base 2, of keys 16 * warp + 8 * g on: this lane's are 2 * (lane % 4) and the next, of head lane / 4 and of
   // the eighth after it.
   __device__ __forceinline__ void score(int stage, float (&scores)[2][4]) {
     const uint32_t tile = shared_address(shared.keys[stage]) + warp * (16 * 128);
-    float s[2][2][4] = {};  // sums that do not wait for each other
+    float s[2][4][4] = {};  // sums that do not wait for each other
     const int key = lane & 7;
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
@@ -658,8 +663,8 @@ struct NarrowScorer : Consumer<16, 0> {
         load_matrices<false>(at + 8 * 128, b[1]);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          mma(s[0][k], q[p * 4 + half * 2 + k], b[0][2 * k], b[0][2 * k + 1]);
-          mma(s[1][k], q[p * 4 + half * 2 + k], b[1][2 * k], b[1][2 * k + 1]);
+          mma(s[0][2 * half + k], q[p * 4 + half * 2 + k], b[0][2 * k], b[0][2 * k + 1]);
+          mma(s[1][2 * half + k], q[p * 4 + half * 2 + k], b[1][2 * k], b[1][2 * k + 1]);
         }
       }
     }
@@ -668,15 +673,15 @@ struct NarrowScorer : Consumer<16, 0> {
       const uint32_t present = shared.present[stage][2 * warp + g] >> (2 * (lane & 3));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        scores[g][i] = present >> (i & 1) & 1 ? (s[g][0][i] + s[g][1][i]) * scale_log2 : -INFINITY;
+        const float sum = (s[g][0][i] + s[g][1][i]) + (s[g][2][i] + s[g][3][i]);
+        scores[g][i] = present >> (i & 1) & 1 ? sum * scale_log2 : -INFINITY;
       }
     }
   }
 
-  // P of this lane's scores to `weights`, [16][64 keys]; what it adds to the denominators.
-  __device__ __forceinline__ float2 put_weights(uint32_t weights, const float (&s)[2][4]) const {
+  // P of this lane's scores to `weights`, [16][64 keys], and what it adds to the denominators.
+  __device__ __forceinline__ void put_weights(uint32_t weights, const float (&s)[2][4], float2 (&sums)[2]) const {
     const int head = lane >> 2;  // the eighth head after it has its swizzle
-    float2 sums = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       const float a = fast_exp2(s[g][0] - peak[0]), b = fast_exp2(s[g][1] - peak[0]);
@@ -684,27 +689,28 @@ struct NarrowScorer : Consumer<16, 0> {
       const uint32_t at = weights + head * 128 + ((2 * warp + g) ^ head) * 16 + (lane & 3) * 4;
       store_shared(at, pack_bf16x2(a, b));
       store_shared(at + 1024, pack_bf16x2(c, d));
-      sums.x += a + b, sums.y += c + d;
+      sums[g] = make_float2(a + b, c + d);
     }
-    return sums;
   }
 
-  __device__ __forceinline__ static float row_max(const float (&maxima)[4]) {
+  __device__ __forceinline__ static float row_max(const float (&maxima)[8]) {
     const float4 a = *reinterpret_cast<const float4*>(maxima);
     return fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w));
   }
 
   __device__ __forceinline__ void share_sums() {
-    const float total0 = quad_sum(sum[0]), total1 = quad_sum(sum[1]);
     const int head = lane >> 2;
-    if ((lane & 3) == 0) {
-      shared.maxima[head][warp] = total0, shared.maxima[head + 8][warp] = total1;
-      if (warp == 0) shared.peaks[head] = peak[0], shared.peaks[head + 8] = peak[1];
+#pragma unroll
+    for (int g = 0; g < 2; ++g) {
+      const float total0 = quad_sum(shares[g].x), total1 = quad_sum(shares[g].y);
+      const int group = 2 * warp + g;
+      if ((lane & 3) == 0) shared.maxima[head][group] = total0, shared.maxima[head + 8][group] = total1;
     }
+    if (warp == 0 && (lane & 3) == 0) shared.peaks[head] = peak[0], shared.peaks[head + 8] = peak[1];
     meet();
     if (thread < 16) {
       float total = 0;
-      for (int w = 0; w < 4; ++w) total += shared.maxima[thread][w];
+      for (int g = 0; g < 8; ++g) total += shared.maxima[thread][g];
       shared.totals[thread] = total;
     }
     meet();
@@ -847,13 +853,13 @@ __global__ void __launch_bounds__(kConsumers + kProducers, 1)
     }
   } else {
     if (warp >= 8) {
-      give_registers<112>();
+      give_registers<104>();
       produce(shared, params, walk, warp - 8, lane);
     } else if (warp >= 4) {
       give_registers<104>();
       consume<NarrowAdder>(shared, params, walk, warp, lane);
     } else {
-      take_registers<184>();
+      take_registers<192>();
       consume<NarrowScorer>(shared, params, walk, warp, lane);
     }
   }
