@@ -1,6 +1,6 @@
 """Time csa2's operations beside the installed FlashInfer wheel's on the same inputs: CUDA-graph replays, medians.
 
-    python scripts/bench_routes.py [--rows 1 32 128] [--context 131072] [--json out.json]
+    python scripts/bench_routes.py [--rows 1 8 32 128] [--contexts 131072 1048576] [--json out.json]
 
 Of the wheel (flashinfer-python 0.7.2) these functions are for V4-family shapes, by their signatures and docstrings:
 
@@ -13,9 +13,9 @@ Of the wheel (flashinfer-python 0.7.2) these functions are for V4-family shapes,
 | `dsa_indexer_topk`                    | scores and top-k, training | 10.x       | no: bf16 keys                 |
 | `dsa_sparse_attention`                | 576 dims, training         | 10.x       | no: no sink                   |
 
-So on Hopper only the top-k kernels apply. A top-k's answer is held to its definition before it is timed (as many as
-there are, unique, min(selected) >= max(others)): where one is wrong nothing is timed and the exit status is 1. A
-function that does not run on this card is reported with its own words.
+So on Hopper only the top-k kernels apply; csa2's are those that would be served on the card. A top-k's answer is held
+to its definition before it is timed (as many as there are, unique, min(selected) >= max(others)): where one is wrong
+nothing is timed and the exit status is 1. A function that does not run on this card is reported with its own words.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -33,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "kernels"))
 import kernel_cases as cases
 from graph_timing import medians_us
 
-from sglang_csa2.kernels import triton_sparse_attention
-from sglang_csa2.kernels import triton_topk as selecting
+from sglang_csa2.kernels import cuda_build, cuda_topk, triton_sparse_attention, triton_topk
+from sglang_csa2.kernels.triton_records import compute_capability
 from sglang_csa2.layout import MAIN_KV, SWA_KV, Record
 
 try:
@@ -64,12 +65,15 @@ def wrong(chosen: torch.Tensor, scores: torch.Tensor, lengths: torch.Tensor, k: 
     return None
 
 
-def flashinfer_topk(scores: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Tensor:
+def flashinfer_topk(lengths: torch.Tensor, k: int) -> Callable[[torch.Tensor], torch.Tensor]:
     # The lower index wins a tie, as in csa2; graph-safe, because a decode is captured.
-    offsets = torch.zeros(len(scores), dtype=torch.int32, device=scores.device)
-    return flashinfer.top_k_ragged_transform(
-        scores, offsets, lengths.int(), k, deterministic=True, tie_break=1, dsa_graph_safe=True
-    )
+    options = {"deterministic": True, "tie_break": 1, "dsa_graph_safe": True}
+    lengths, offsets = lengths.int(), torch.zeros(len(lengths), dtype=torch.int32, device=lengths.device)
+    return lambda scores: flashinfer.top_k_ragged_transform(scores, offsets, lengths, k, **options)
+
+
+def served_topk() -> ModuleType:
+    return triton_topk if cuda_build.missing(compute_capability(DEVICE)) else cuda_topk
 
 
 def pool_topk(rows: int) -> Case:
@@ -77,11 +81,12 @@ def pool_topk(rows: int) -> Case:
     columns: dict[str, list[Callable[[], torch.Tensor]]] = {"csa2": [], "flashinfer": []}
     visible = torch.full((rows,), POOL * BLOCK, device=DEVICE)
     blocks = torch.arange(POOL, dtype=torch.int32, device=DEVICE).expand(rows, -1).contiguous()
+    selecting, theirs = served_topk(), flashinfer_topk(visible, TOPK)
     for _ in range(ROTATION):
         scores = torch.randn(rows, POOL * BLOCK, device=DEVICE)
         maxima = scores.unflatten(1, (-1, BLOCK)).amax(-1)
         columns["csa2"].append(lambda s=scores, m=maxima: selecting.select_in_blocks(s, m, blocks, visible, TOPK))
-        columns["flashinfer"].append(lambda s=scores: flashinfer_topk(s, visible, TOPK))
+        columns["flashinfer"].append(lambda s=scores: theirs(s))
     return columns, (scores, visible, TOPK)
 
 
@@ -90,11 +95,12 @@ def best_blocks(rows: int, context: int) -> Case:
     columns: dict[str, list[Callable[[], torch.Tensor]]] = {"csa2": [], "flashinfer": []}
     visible = torch.full((rows,), context, device=DEVICE)
     number = visible // BLOCK
+    selecting, theirs = served_topk(), flashinfer_topk(number, POOL)
     for _ in range(ROTATION):
         maxima = torch.randn(rows, context // BLOCK, device=DEVICE)
-        tiles = maxima.unflatten(1, (-1, selecting.TILE_BLOCKS)).amax(-1)
+        tiles = maxima.unflatten(1, (-1, triton_topk.TILE_BLOCKS)).amax(-1)
         columns["csa2"].append(lambda m=maxima, t=tiles: selecting.best_blocks(m, t, visible, POOL, keep_newest=False))
-        columns["flashinfer"].append(lambda m=maxima: flashinfer_topk(m, number, POOL))
+        columns["flashinfer"].append(lambda m=maxima: theirs(m))
     return columns, (maxima, number, POOL)
 
 
@@ -144,8 +150,8 @@ def bench(name: str, make: Callable[[], Case], results: list[dict]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 32, 128])
-    parser.add_argument("--context", type=int, default=131072)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[131072, 1048576], help="entries of best blocks")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if flashinfer is None:
@@ -153,15 +159,14 @@ def main() -> int:
         return 1
     torch.manual_seed(0)
     results: list[dict] = []
-    print(f"{torch.cuda.get_device_name()}, flashinfer {flashinfer.__version__}")
+    served = served_topk().__name__.rsplit(".", 1)[-1]
+    print(f"{torch.cuda.get_device_name()}, flashinfer {flashinfer.__version__}, top-k of csa2: {served}")
     agreed = True
-    blocks = options.context // BLOCK
     for rows in options.rows:
-        cases_of_rows = {
-            f"top-{TOPK} of {POOL * BLOCK} scores": partial(pool_topk, rows),
-            f"best {POOL} of {blocks} blocks": partial(best_blocks, rows, options.context),
-            "decode attention": partial(decode_attention, rows),
-        }
+        cases_of_rows = {f"top-{TOPK} of {POOL * BLOCK} scores": partial(pool_topk, rows)}
+        for context in options.contexts:
+            cases_of_rows[f"best {POOL} of {context // BLOCK} blocks"] = partial(best_blocks, rows, context)
+        cases_of_rows["decode attention"] = partial(decode_attention, rows)
         for name, make in cases_of_rows.items():
             agreed &= bench(f"{name}, {rows} rows", make, results)
     if options.json:
