@@ -59,6 +59,9 @@ def failed_tests(folder: Path, *tests: str) -> list[str] | None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if run.returncode < 0:
+        # An emulated kernel wrote where nothing is.
+        return [f"{tests[0]}, by signal {-run.returncode}"]
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
     if run.returncode not in (0, 1) or (run.returncode == 1 and not failed):
         print(run.stdout[-2000:], run.stderr[-2000:])

@@ -76,7 +76,14 @@ def test_best_blocks(library, form, kind, keep_newest):
 
 @pytest.mark.parametrize("form", [(8192, 0), (0, 8), (0, 16)])
 @pytest.mark.parametrize(
-    ("keep", "keep_newest", "kind"), [(2048, True, "normal"), (512, False, "ties"), (1, True, "normal")]
+    ("keep", "keep_newest", "kind"),
+    [
+        (2048, True, "normal"),
+        (512, False, "ties"),
+        (1, True, "normal"),
+        (2048, False, "constant"),
+        (512, True, "infinite"),
+    ],
 )
 def test_best_blocks_of_long_rows(library, keep, keep_newest, kind, form):
     check_best_blocks(_emulated(library, *form), [65537, 1048575, 1048576], keep, kind, keep_newest, DEVICE)
