@@ -268,6 +268,8 @@ def check_tensors(
     """Raise unless the tensors keep the contract; -> rows, heads, window, Top-K. Shared with the CUDA C++ form."""
     check_rows("q", q, (None, None, SWA_KV.dims), (torch.bfloat16,))
     rows, heads, _ = q.shape
+    if not heads:
+        raise ValueError(f"q must have a head at least, got shape {tuple(q.shape)}")
     check_rows("attn_sink", attn_sink, (heads,), (torch.float32,))
     check_rows("swa_cache", swa_cache, (None, SWA_KV.bytes), (torch.uint8,))
     check_rows("swa_slots", swa_slots, (rows, None), INT_TYPES)

@@ -57,8 +57,8 @@ def _write(
     PAGE_SLOTS: tl.constexpr,
 ):
     """Encode a row's values, fp32 [GROUPS, PAIRS] each of even and odd dims, and write them to its slot."""
-    # V4's groups of 64 dims are several of these. Values stay in their shape, and few numbers are reshaped: a maximum
-    # over a reshaped tile, whose lanes lie apart, combines other lanes on triton 3.6.
+    # V4's groups of 64 dims are several of these. Only their maxima are reshaped, one number a group: on triton 3.6 a
+    # maximum over a reshaped tile combined wrong lanes, and this form was right on an H200 (tests/kernels/test_v4.py).
     SMALL: tl.constexpr = GROUPS // 8
     amax = tl.reshape(tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1), (8, SMALL))
     exponent = ceil_exponent(tl.maximum(tl.max(amax, axis=1), 1e-4) * 0.002232142857142857)

@@ -203,7 +203,7 @@ KERNEL_MUTANTS = (
         f"{_ATTENTION}::test_splits",
     ),
     Mutant(
-        "CUDA C++: one tile of records decoded for the next",
+        "CUDA C++: a piece of a tile's records stays for the next",
         "kernels/csrc/sparse_attention.cu",
         "for (int i = 0; i < 4; ++i) raw[i] = raw[4 + i];",
         "for (int i = 0; i < 3; ++i) raw[i] = raw[4 + i];",
@@ -291,6 +291,13 @@ KERNEL_MUTANTS = (
         "kernels/triton_pool_pairs.py",
         "    first = position - position % 2\n",
         "    first = position\n",
+        _INTERPRETED.format("stores and pooling"),
+    ),
+    Mutant(
+        "Triton: zeros lose their sign",
+        "kernels/triton_records.py",
+        "return with_sign(decode_e4m3(code & 0x7F), (code & 0x80) << 24)",
+        "return with_sign(decode_e4m3(code & 0x7F), (code & 0x80) << 24) + 0.0",
         _INTERPRETED.format("stores and pooling"),
     ),
 )

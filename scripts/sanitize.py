@@ -5,12 +5,12 @@
     CSA2_NVCC_FLAGS=-lineinfo compute-sanitizer --tool racecheck \\
         --kernel-regex kns=sparse_attention python scripts/sanitize.py attention
     CSA2_NVCC_FLAGS=-lineinfo compute-sanitizer --tool racecheck \\
-        --kernel-regex kns=cluster python scripts/sanitize.py selection
+        --kernel-regex kns=select_cu python scripts/sanitize.py selection
 
-Every form of a kernel is launched once: tiles of 16 and 64 heads, alone, in clusters and row after row; scans of single
-rows and of sets, lists of blocks; selections by clusters of 1 to 16 and by one block, level by level. One form is left
-out, a selection that has a whole row in one block's registers: there racecheck (CUDA 13.0) stops with an error of its
-own. Results are not looked at here.
+Every form of a kernel is launched: tiles of 16 and 64 heads, one and two of them, alone, in clusters and row after
+row; scans of single rows and of sets, lists of blocks; selections by clusters of 1 to 16, of short rows and of long
+ones, and by one block, level by level. One form is left out, a selection that has a whole row in one block's registers:
+there racecheck (CUDA 13.0) stops with an error of its own. Results are not looked at here.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ def attention() -> None:
     slots = 512
     swa_cache, main_cache = cases.swa_cache(slots, DEVICE), cases.main_cache(slots, DEVICE)
     # 140 rows are more than the card has multiprocessors.
-    for heads, splits, rows in [(16, 1, 2), (16, 3, 2), (8, 1, 140), (16, 5, 1), (64, 1, 2), (64, 4, 2), (64, 1, 140)]:
+    narrow = [(16, 1, 2), (16, 3, 2), (8, 1, 140), (16, 5, 1), (20, 1, 2)]
+    for heads, splits, rows in [*narrow, (64, 1, 2), (64, 4, 2), (64, 1, 140), (80, 2, 2)]:
         q = torch.randn(rows, heads, 512, device=DEVICE).bfloat16()
         swa_slots = torch.randint(-1, slots, (rows, 128), device=DEVICE)
         main_slots = torch.randint(-1, slots, (rows, 256), device=DEVICE)
-        sink, tile = torch.randn(heads, device=DEVICE), Tile(16 if heads <= 16 else 64, splits)
-        caches = (swa_cache, swa_slots, main_cache, main_slots)
-        cuda_sparse_attention.sparse_attention(q, *caches, sink, 512**-0.5, tile=tile)
+        sink, tile = torch.randn(heads, device=DEVICE), Tile(16 if heads < 64 else 64, splits)
+        for main in [(main_cache, main_slots), (None, None)]:
+            cuda_sparse_attention.sparse_attention(q, swa_cache, swa_slots, *main, sink, 512**-0.5, tile=tile)
 
 
 def scan() -> None:
@@ -53,18 +54,27 @@ def scan() -> None:
 
 
 def selection() -> None:
-    rows, entries = 2, 1 << 15
-    table, _ = cases.paged_context(rows, entries, DEVICE)
-    requests, visible = torch.arange(rows, device=DEVICE), torch.full((rows,), entries - 3, device=DEVICE)
-    block_max = torch.randn(rows, entries // 8, device=DEVICE)
-    listed = _blocks(rows, entries // 8, 512)
-    scores = torch.randn(rows, listed.shape[1] * 8, device=DEVICE)
     cuda_topk.DIRECT = 128
     for split in (0, 1, 2, 4, 8, 16):
         cuda_topk.choose_split = lambda *sizes, split=split: split
-        cuda_topk.best_blocks(block_max, block_max.view(rows, -1, 8).amax(-1), visible, 512, keep_newest=True)
-        maxima = scores.view(rows, -1, 8).amax(-1)
-        cuda_topk.select_slots(scores, maxima, listed, visible, 512, table, requests, 1)
+        # So many vectors of a block: 1 to 8 a thread, more than 2 of them a long row.
+        for vectors in (1, 2, 4, 8):
+            width = 2048 * max(split, 1) * vectors
+            if width <= 16384 * min(max(split, 1), 8):
+                _selection(2, width, min(512, 256 * max(split, 1)))
+
+
+def _selection(rows: int, width: int, k: int) -> None:
+    """The best of `width` blocks, and of as many scores as there may be listed."""
+    block_max = torch.randn(rows, width, device=DEVICE)
+    visible = torch.full((rows,), 8 * width - 3, device=DEVICE)
+    cuda_topk.best_blocks(block_max, block_max.view(rows, -1, 8).amax(-1), visible, k, keep_newest=True)
+    listed = _blocks(rows, width, min(width // 8, 2048))
+    scores = torch.randn(rows, listed.shape[1] * 8, device=DEVICE)
+    maxima = scores.view(rows, -1, 8).amax(-1)
+    table, _ = cases.paged_context(rows, 8 * width, DEVICE)
+    cuda_topk.select_slots(scores, maxima, listed, visible, k, table, torch.arange(rows, device=DEVICE), 1)
+    cuda_topk.select_in_blocks(scores, maxima, listed, visible, k)
 
 
 def _blocks(rows: int, of: int, count: int) -> torch.Tensor:

@@ -260,7 +260,7 @@ __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepc
 __device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // The calling warpgroup's registers per thread from here on, fewer or more than at launch. With CSA2_FIXED_REGISTERS
-// they stay, for tools that add registers of their own.
+// they stay, for tools that add registers of their own: sums then spill, and products wait for each other.
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
 #ifndef CSA2_FIXED_REGISTERS
@@ -343,7 +343,6 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 #define REGISTERS_16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
 #define OUTPUTS_16(d) \
@@ -416,6 +415,14 @@ __device__ __forceinline__ void wgmma_wait_for(float (&d)[64]) {
 }
 
 template <int PENDING>
+__device__ __forceinline__ void wgmma_wait_for(float (&d)[32]) {
+  asm volatile("wgmma.wait_group.sync.aligned %32;" : OUTPUTS_32(d) : "n"(PENDING) : "memory");
+}
+
+template <int PENDING>
 __device__ __forceinline__ void wgmma_wait_for(float (&d)[16]) {
   asm volatile("wgmma.wait_group.sync.aligned %16;" : OUTPUTS_16(d) : "n"(PENDING) : "memory");
 }
+
+// More sums of the products that the last wait was for: no use of them moves above it.
+__device__ __forceinline__ void waited_for(float (&d)[32]) { asm volatile("" : OUTPUTS_32(d)::"memory"); }

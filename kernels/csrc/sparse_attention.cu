@@ -302,7 +302,7 @@ struct Consumer {
   const int head0;               // of the tile of heads
   const int row0, panel0;
   float o[PANELS > 0 ? PANELS : 1][32];
-  float peak[2], sum[2];  // running maxima, base 2; this thread's share of the denominators
+  float peak[2];  // running maxima, base 2
 
   __device__ __forceinline__ Consumer(Shared<HEADS>& s, const Params& p, int warp, int lane, int head0, int row0,
                                       int panel0)
@@ -311,7 +311,7 @@ struct Consumer {
 
   __device__ __forceinline__ static void meet() { barrier_sync(kConsumerBarrier, kConsumers); }
 
-  // Loads a row's Q and clears the sums. Q must be free; a consumer barrier is inside.
+  // Loads a row's Q, clears O and the maxima. Q must be free; a consumer barrier is inside.
   __device__ __forceinline__ void start(int row) {
     const int thread = here(this->thread);
     const __nv_bfloat16* source = params.q + row * params.q_row + head0 * params.q_head;
@@ -341,7 +341,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 32; ++i) o[p][i] = 0;
     }
-    peak[0] = peak[1] = kNoPeak, sum[0] = sum[1] = 0;
+    peak[0] = peak[1] = kNoPeak;
     fence_async();
     meet();
   }
@@ -501,10 +501,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 template <bool SCORES>
 struct WideConsumer : Consumer<64, 4> {
+  float sum[2];  // this thread's of the denominators
+
   __device__ __forceinline__ WideConsumer(Shared<64>& s, const Params& p, int warp, int lane, int head0)
       : Consumer(s, p, warp, lane, head0, warp % 4 * 16, SCORES ? 0 : 4) {}
 
-  __device__ __forceinline__ void begin() {}
+  __device__ __forceinline__ void begin() { sum[0] = sum[1] = 0; }
 
   // Scores of the tile and the online softmax: P as the A operand of four steps of 16 keys, and the factors of O.
   __device__ __forceinline__ float2 score(int stage, uint32_t (&weights)[4][4]) {
@@ -522,7 +524,7 @@ struct WideConsumer : Consumer<64, 4> {
     }
     wgmma_commit();
     const uint2 present = *reinterpret_cast<const uint2*>(shared.present[stage]);
-    wgmma_wait();
+    wgmma_wait_for<0>(s);
 
     if ((present.x & present.y) != 0xFFFFFFFFu) {
 #pragma unroll
@@ -583,7 +585,9 @@ struct WideConsumer : Consumer<64, 4> {
       for (int p = 0; p < 4; ++p) wgmma_registers(o[p], weights[k], values + ((p * kPanelBytes + k * 2048) >> 4));
     }
     wgmma_commit();
-    wgmma_wait();
+    wgmma_wait_for<0>(o[0]);
+#pragma unroll
+    for (int p = 1; p < 4; ++p) waited_for(o[p]);
   }
 
   __device__ __forceinline__ void share_sums() {
@@ -604,14 +608,14 @@ struct WideConsumer : Consumer<64, 4> {
 // Scores the tiles, 16 of a tile's keys a warp, and makes P.
 struct NarrowScorer : Consumer<16, 0> {
   uint32_t q[32][4];  // A operands of 32 steps of 16 dims
-  float2 shares[2];   // this thread's of the denominators, per group of eight keys
+  float2 sum[2];      // this thread's of the denominators, per group of eight keys
 
   __device__ __forceinline__ NarrowScorer(Shared<16>& s, const Params& p, int warp, int lane, int head0)
       : Consumer(s, p, warp, lane, head0, 0, 0) {}
 
   // Q from shared memory to registers.
   __device__ __forceinline__ void begin() {
-    shares[0] = shares[1] = make_float2(0.0f, 0.0f);
+    sum[0] = sum[1] = make_float2(0.0f, 0.0f);
     const int head = lane & 15;
 #pragma unroll
     for (int k = 0; k < 32; ++k) {
@@ -638,12 +642,12 @@ struct NarrowScorer : Consumer<16, 0> {
       const float2 factor = move_peaks(row_max(shared.maxima[head]), row_max(shared.maxima[head + 8]));
       put_weights(weights, s, sums);
 #pragma unroll
-      for (int g = 0; g < 2; ++g) shares[g].x *= factor.x, shares[g].y *= factor.y;
+      for (int g = 0; g < 2; ++g) sum[g].x *= factor.x, sum[g].y *= factor.y;
       if (warp == 0 && (lane & 3) == 0) shared.moves[head] = factor.x, shared.moves[head + 8] = factor.y;
       meet();
     }
 #pragma unroll
-    for (int g = 0; g < 2; ++g) shares[g].x += sums[g].x, shares[g].y += sums[g].y;
+    for (int g = 0; g < 2; ++g) sum[g].x += sums[g].x, sum[g].y += sums[g].y;
   }
 
   // Scores, base 2, of keys 16 * warp + 8 * g on: this lane's are 2 * (lane % 4) and the next, of head lane / 4 and of
@@ -702,7 +706,7 @@ struct NarrowScorer : Consumer<16, 0> {
     const int head = lane >> 2;
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
-      const float total0 = quad_sum(shares[g].x), total1 = quad_sum(shares[g].y);
+      const float total0 = quad_sum(sum[g].x), total1 = quad_sum(sum[g].y);
       const int group = 2 * warp + g;
       if ((lane & 3) == 0) shared.maxima[head][group] = total0, shared.maxima[head + 8][group] = total1;
     }
@@ -900,7 +904,7 @@ extern "C" int csa2_sparse_attention(const void* q, int64_t q_row, int64_t q_hea
   p.rows = rows, p.splits = splits;
   p.scale_log2 = scale * kLog2E * kUnshift;
   const auto on = static_cast<cudaStream_t>(stream);
-  if (splits < 1 || splits > kMaxSplits) return cudaErrorInvalidValue;
+  if (rows < 1 || heads < 1 || splits < 1 || splits > kMaxSplits) return cudaErrorInvalidValue;
   switch (tile_heads) {
     case 16: return launch<16>(p, multiprocessors, early, on);
     case 64: return launch<64>(p, multiprocessors, early, on);

@@ -602,11 +602,11 @@ inline void send_remote(uint32_t address, uint4 v, uint32_t barrier) {
 inline uint64_t descriptor(uint32_t address) { return (address & 0xFFFFFF) >> 4; }
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
-inline void wgmma_wait() { emulation::pass(emulation::group().gate, 128); }
 template <int PENDING, int SIZE>
 void wgmma_wait_for(float (&)[SIZE]) {
-  wgmma_wait();
+  emulation::pass(emulation::group().gate, 128);
 }
+inline void waited_for(float (&)[32]) {}
 
 inline void wgmma_shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
   const int warp = emulation::current->thread % 128 / 32, lane = emulation::lane();

@@ -13,6 +13,8 @@ from sglang_csa2.kernels import cuda_build
 SOURCES = sorted(cuda_build.SOURCES.glob("*.cu"))
 # Those whose kernels start while the one before them ends.
 EARLY = [source for source in SOURCES if "int early" in source.read_text()]
+# Instructions that touch global memory, bulk copies among them.
+GLOBAL = re.compile(r"\b(LDG|LDGSTS|STG|LD|ST|ATOMG?|REDG?|UBLKCP|UTMA\w*)\b")
 DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -63,7 +65,7 @@ def before_the_wait(assembly: str) -> dict[str, list[str]]:
         name, *lines = kernel.splitlines()
         waits = next((i for i, line in enumerate(lines) if "ACQBULK" in line), None)
         assert waits is not None, f"{name} does not wait for the kernel before it"
-        found[name] = [line for line in lines[:waits] if re.search(r"\b(LDG|LDGSTS|STG|LD|ST|ATOMG?|RED)\b", line)]
+        found[name] = [line for line in lines[:waits] if GLOBAL.search(line)]
     return found
 
 

@@ -139,6 +139,8 @@ def test_refusals(device):
         kernels.sparse_attention(q, swa, swa_slots, main, None, sink, SCALE)
     with pytest.raises(ValueError, match="attn_sink"):
         kernels.sparse_attention(q, swa, swa_slots, main, main_slots, sink[:2], SCALE)
+    with pytest.raises(ValueError, match="a head at least"):
+        kernels.sparse_attention(q[:, :0], swa, swa_slots, main, main_slots, sink[:0], SCALE)
     with pytest.raises(ValueError, match="one CUDA device"):
         kernels.sparse_attention(q, swa, swa_slots.cpu(), main, main_slots, sink, SCALE)
     odd = torch.randn(2, 4, 516, device=device).bfloat16()[..., :512]

@@ -60,6 +60,7 @@ def test_main_kv_store_with_norm(rows, device):
 @pytest.mark.parametrize("rows", ROWS)
 def test_swa_store(rows, device):
     kv, weight, table, positions, slots = _case(rows, device)
+    kv[:, ::7] = torch.where(torch.rand(rows, 74, device=device) < 0.5, 0.0, -0.0).bfloat16()
     have, have_bytes = v4_cache(2 * rows + 64, 256, device)
     want, want_bytes = _clone(have, have_bytes)
     store.swa_store_v4(kv, weight, cases.EPS, table, positions, slots, want)
@@ -68,7 +69,10 @@ def test_swa_store(rows, device):
     assert (have_bytes != want_bytes).float().mean() < 2e-3
     live = slots[slots >= 0]
     want_keys = records_v4.read_v4(want, live).double()
-    assert cases.relative_error(records_v4.read_v4(have, live), want_keys + 1e-30) < 2e-2
+    have_keys = records_v4.read_v4(have, live).double()
+    assert cases.relative_error(have_keys, want_keys + 1e-30) < 2e-2
+    # Zeros keep their sign, as the model's do; rotated dims may change theirs with the norm.
+    assert torch.equal(have_keys[:, :448].signbit(), want_keys[:, :448].signbit())
 
 
 @pytest.mark.parametrize("page_slots", [256, 128])
@@ -82,7 +86,7 @@ def test_gather(count, page_slots, device):
     out = torch.full((count, 512), torch.nan, dtype=torch.bfloat16, device=device)
     assert triton_gather_v4.gather_v4(cache, slots.int(), out) is out
     want = records_v4.read_v4(cache, slots.clamp(min=0)).masked_fill(slots[:, None] < 0, 0)
-    assert torch.equal(out, want)
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
 
 
 def test_every_e4m3_byte(device):
@@ -94,7 +98,8 @@ def test_every_e4m3_byte(device):
         records[:, 576:583] = scale
         cache, _ = v4_cache(256, 256, device)
         records_v4.write_v4(cache, slots, records)
-        assert torch.equal(triton_gather_v4.gather_v4(cache, slots), records_v4.decode_v4(records))
+        have, want = triton_gather_v4.gather_v4(cache, slots), records_v4.decode_v4(records)
+        assert torch.equal(have.view(torch.int16), want.view(torch.int16))
 
 
 def test_refusals(device):
