@@ -30,12 +30,13 @@ from sglang_csa2.kernels.triton_topk import check_best_blocks, check_select
 SOURCE = cuda_build.SOURCES / "select.cu"
 MAX_CHOSEN = 2048
 # One block per row: up to so many scores are chosen from at once, more by their groups' maxima first; at most 16,384.
-# Not swept.
 DIRECT = 8192
 # A cluster per row: blocks join while each has more scores than this, up to MAX_SPLIT, first as long as two blocks of
-# all rows fit a multiprocessor, then one. From a sweep on one H200 at 1 to 256 rows; 16 blocks gain nothing at 1M.
+# all rows fit a multiprocessor, then one. From sweeps on one H200 at 1 to 512 rows; 16 blocks gain nothing at 1M.
 SHARE, SHARE_ALONE = 4096, 2048
 MAX_SPLIT = 8
+# Of more rows, up to so many blocks each all the same (512 rows of 16,384 scores: 58 us, by levels 69).
+MAX_SPLIT_OF_MANY = 2
 # What a block of a cluster holds in registers, and all of it.
 MAX_SHARE, MAX_WIDTH = 16384, 131072
 
@@ -47,9 +48,10 @@ def choose_split(rows: int, width: int, multiprocessors: int) -> int:
         split *= 2
     if 2 * split <= min(alone, MAX_SPLIT) and split * SHARE_ALONE < width:
         split *= 2
-    # A block that has a long row for itself is slower than one that narrows by levels (256 rows of 16,384: 44 us, 39).
-    fits = split * rows <= 2 * multiprocessors and width <= min(split * MAX_SHARE, MAX_WIDTH)
-    return split if fits and (split > 1 or width <= 2 * SHARE) else 0
+    if width > 2 * SHARE:
+        split = max(split, MAX_SPLIT_OF_MANY)
+    fits = width <= min(split * MAX_SHARE, MAX_WIDTH)
+    return split if fits and (split <= MAX_SPLIT_OF_MANY or split * rows <= 2 * multiprocessors) else 0
 
 
 def best_blocks(block_max: Tensor, tile_max: Tensor, visible: Tensor, k: int, *, keep_newest: bool) -> Tensor:

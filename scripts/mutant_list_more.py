@@ -175,13 +175,6 @@ KERNEL_MUTANTS = (
         f"{_TOPK}::test_ties_across_the_blocks_of_a_cluster",
     ),
     Mutant(
-        "CUDA C++: keys of the least bin passed over",
-        "kernels/csrc/select_cluster.cuh",
-        "least = static_cast<uint32_t>(found.bin) << shift;",
-        "least = static_cast<uint32_t>(found.bin + 1) << shift;",
-        f"{_TOPK}::test_best_blocks_of_long_rows",
-    ),
-    Mutant(
         "CUDA C++: ratio-2 slots not halved",
         "kernels/csrc/select_cluster.cuh",
         "slots[place] = ahead[j][i] >> p.ratio_shift;",

@@ -57,11 +57,11 @@ def selection() -> None:
     cuda_topk.DIRECT = 128
     for split in (0, 1, 2, 4, 8, 16):
         cuda_topk.choose_split = lambda *sizes, split=split: split
-        # So many vectors of a block: 1 to 8 a thread, more than 2 of them a long row.
+        # A thread's vectors: each number is a kernel of its own.
         for vectors in (1, 2, 4, 8):
             width = 2048 * max(split, 1) * vectors
-            if width <= 16384 * min(max(split, 1), 8):
-                _selection(2, width, min(512, 256 * max(split, 1)))
+            if width <= 131072:
+                _selection(2, width, 512)
 
 
 def _selection(rows: int, width: int, k: int) -> None:

@@ -10,9 +10,6 @@
 // them from all blocks and finds the one: every block learns the same, nothing more need be said. As the counts come
 // block by block, it also learns how many keys the blocks before it keep, which is where its own go.
 //
-// Long rows first count each thread's greatest key alone. The k-th of these is no greater than the k-th of all, so the
-// rounds pass over every key in a lower bin: an atomic operation less for nearly all of them.
-//
 // Sums are sent with their arrival counted: a barrier of the cluster that orders memory waits for the whole card's (a
 // MEMBAR.GPU in its assembly). Every round has counts of its own, since other blocks may still read those of the last.
 
@@ -29,8 +26,7 @@ constexpr int kWarpStep = 32 * kVector;           // of a warp's
 constexpr int kStep = kClusterThreads * kVector;  // of a block's
 constexpr int kMaxVectors = 8;                    // per thread
 constexpr int kMaxSplit = 16;                     // blocks per row
-constexpr int kRounds = 4;        // the first only of long rows
-constexpr int kShortVectors = 2;  // per thread: not a long row's
+constexpr int kRounds = 3;
 constexpr int kDigitBits = 12;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr int kFine = 32;               // bins of a sum, one for each lane
@@ -78,22 +74,32 @@ __device__ __forceinline__ int vectors_for(unsigned scores) {
   return (scores + SPLIT * kStep - 1) / (SPLIT * kStep);
 }
 
-// Before what follows, and before other blocks send: cluster_arrive and __syncthreads.
-template <int SPLIT, int VECTORS>
+// Before what follows: open_to_others.
+template <int SPLIT>
 __device__ __forceinline__ void prepare(ClusterShared& shared) {
   if (SPLIT > 1 && threadIdx.x == 0) {
     for (int round = 0; round < kRounds; ++round) mbarrier_init(shared_address(&shared.arrived[round]), 1);
     mbarrier_init_fence();
+  }
+  auto* counts = reinterpret_cast<uint4*>(shared.counts);
+#pragma unroll
+  for (int i = 0; i < kRounds * kDigits / 4 / kClusterThreads; ++i) {
+    counts[i * kClusterThreads + threadIdx.x] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// The counts are clear, and other blocks may send once they have met this one.
+template <int SPLIT>
+__device__ __forceinline__ void open_to_others(ClusterShared& shared) {
+  __syncthreads();
+  if (SPLIT == 1) return;
+  if (threadIdx.x == 0) {
     for (int round = 0; round < kRounds; ++round) {
       mbarrier_expect(shared_address(&shared.arrived[round]), SPLIT * kSums * static_cast<int>(sizeof(int)));
     }
   }
-  constexpr int kFirst = VECTORS > kShortVectors ? 0 : 1;
-  auto* counts = reinterpret_cast<uint4*>(shared.counts[kFirst]);
-#pragma unroll
-  for (int i = 0; i < (kRounds - kFirst) * kDigits / 4 / kClusterThreads; ++i) {
-    counts[i * kClusterThreads + threadIdx.x] = make_uint4(0, 0, 0, 0);
-  }
+  __syncwarp();
+  cluster_arrive();
 }
 
 // Where a thread's first vector lies; the next ones of a warp follow it, so that a warp's scores lie together.
@@ -187,34 +193,27 @@ __device__ __forceinline__ Found find_bin(ClusterShared& shared, int round, int 
 template <int SPLIT, int VECTORS, class Meanwhile>
 __device__ __forceinline__ Share find_share(ClusterShared& shared, const uint32_t (&keys)[VECTORS][kVector],
                                             int vectors, int k, int rank, Meanwhile meanwhile) {
-  uint32_t least = 1;              // no key below it is kept; 0 is none
   uint32_t prefix = 0, known = 0;  // bits of the k-th key
   int need = k, above_before = 0, shift = 32 - kDigitBits;
   Share share = {};
-  const bool is_long = VECTORS > kShortVectors && vectors > kShortVectors && 2 * k <= SPLIT * kClusterThreads;
-  const int first = is_long ? 0 : 1;
 #pragma unroll 1
-  for (int round = first; round < kRounds; ++round) {
-    uint32_t greatest = 0;
+  for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
       if (j < vectors) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           const uint32_t key = keys[j][i];
-          if (VECTORS > kShortVectors && round == 0) {
-            greatest = max(greatest, key);
-          } else if (key >= least && (key & known) == prefix) {
+          if (key != 0 && (key & known) == prefix) {
             atomicAdd(&shared.counts[round][key >> shift & (kDigits - 1)], 1);
           }
         }
       }
     }
-    if (greatest != 0) atomicAdd(&shared.counts[0][greatest >> shift], 1);
     __syncthreads();
-    if (round == first && SPLIT > 1) cluster_wait();
+    if (round == 0 && SPLIT > 1) cluster_wait();
     send_sums<SPLIT>(shared, round, rank);
-    if (round == first) meanwhile();
+    if (round == 0) meanwhile();
     if (SPLIT == 1) __syncthreads();
     if (threadIdx.x < 32) {
       if (SPLIT > 1) mbarrier_wait_cluster(shared_address(&shared.arrived[round]), 0);
@@ -223,10 +222,6 @@ __device__ __forceinline__ Share find_share(ClusterShared& shared, const uint32_
     }
     __syncthreads();
     const Found found = shared.found;
-    if (round == 0) {
-      if (found.bin > 0) least = static_cast<uint32_t>(found.bin) << shift;
-      continue;
-    }
     above_before += found.above_before;
     if (found.bin < 0) {
       share = {0, 0, above_before, 0, found.above};
@@ -308,10 +303,10 @@ __global__ void __launch_bounds__(kClusterThreads, 2) best_in_cluster_kernel(con
   };
   // Short rows are fetched before their length is known, and what lies past it is dropped. Of long ones each block
   // takes its share of what is there.
-  constexpr bool kShort = VECTORS <= kShortVectors;
+  constexpr bool kShort = VECTORS <= 2;
   int vectors = vectors_for<SPLIT>(p.width), base = first_score(at.rank, vectors);
   if (kShort) load(base, vectors, p.width);
-  prepare<SPLIT, VECTORS>(shared);  // while the length is on its way
+  prepare<SPLIT>(shared);  // while the length is on its way
   const int seen = min((visible + kGroup - 1) / kGroup, p.width);
   int* chosen = p.chosen + at.row * p.k;
   if (seen <= p.k) {
@@ -322,8 +317,7 @@ __global__ void __launch_bounds__(kClusterThreads, 2) best_in_cluster_kernel(con
     vectors = vectors_for<SPLIT>(seen), base = first_score(at.rank, vectors);
     load(base, vectors, seen);
   }
-  if (SPLIT > 1) cluster_arrive();
-  __syncthreads();  // the counts are clear
+  open_to_others<SPLIT>(shared);
 
   // The newest block is greater than every other.
   const int newest = p.keep_newest ? seen - 1 : -1;
@@ -348,7 +342,7 @@ template <int SPLIT, int VECTORS>
 __global__ void __launch_bounds__(kClusterThreads, VECTORS < kMaxVectors ? 2 : 1)
     select_in_cluster_kernel(const __grid_constant__ Params p) {
   // Tokens of all entries are asked for before any is chosen, where a thread has few: their latency passes unseen.
-  constexpr bool kAhead = VECTORS <= kShortVectors;
+  constexpr bool kAhead = VECTORS <= 2;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<ClusterShared*>(memory);
   const Place at = place_of<SPLIT>();
@@ -372,7 +366,7 @@ __global__ void __launch_bounds__(kClusterThreads, VECTORS < kMaxVectors ? 2 : 1
       scores[j] = load_global(reinterpret_cast<const float4*>(row_scores + index));
     }
   }
-  prepare<SPLIT, VECTORS>(shared);
+  prepare<SPLIT>(shared);
   int* chosen = p.chosen + at.row * p.k;
   int64_t* slots = p.slots + at.row * p.k;
   const int* tokens = static_cast<const int*>(p.req_to_token) + (request * p.request_stride << p.req_to_token_wide);
@@ -385,8 +379,7 @@ __global__ void __launch_bounds__(kClusterThreads, VECTORS < kMaxVectors ? 2 : 1
     }
     return;
   }
-  if (SPLIT > 1) cluster_arrive();
-  __syncthreads();  // the counts are clear
+  open_to_others<SPLIT>(shared);
 
   uint32_t keys[VECTORS][kVector];
 #pragma unroll

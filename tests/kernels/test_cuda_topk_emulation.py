@@ -141,7 +141,9 @@ def test_the_split_follows_rows_and_width():
         return kernels.choose_split(rows, width, 132)
 
     assert [split(1, width) for width in (2048, 4096, 8192, 16384, 131072)] == [1, 2, 4, 8, 8]
-    assert [split(rows, 16384) for rows in (8, 32, 66, 67, 132, 133, 265)] == [8, 4, 4, 2, 2, 0, 0]
-    assert [split(rows, 4096) for rows in (66, 67, 264, 265)] == [2, 1, 1, 0]
+    assert [split(rows, 16384) for rows in (8, 32, 66, 67, 132, 133, 8192)] == [8, 4, 4, 2, 2, 2, 2]
+    assert [split(rows, 4096) for rows in (66, 67, 264, 8192)] == [2, 1, 1, 1]
     # Narrower clusters could not hold these rows.
+    assert [split(rows, 32768) for rows in (67, 8192)] == [2, 2]
+    assert [split(rows, 65536) for rows in (66, 67)] == [4, 0]
     assert [split(rows, 131072) for rows in (33, 34)] == [8, 0]
