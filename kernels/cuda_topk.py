@@ -10,8 +10,8 @@
 The contract of `triton_topk.py`, to the element; k is at most 2048. `select_slots` is `select_in_blocks` and
 `compressed_slots` in one launch.
 
-How it works is told in `csrc/select.cu` and `csrc/select_cluster.cuh`: a cluster of blocks per row where rows are few,
-otherwise one block (`choose_split`). One launch each, no scratch. The source is built with nvcc at first use
+How it works is told in `csrc/select.cu` and `csrc/select_cluster.cuh`: a cluster of blocks per row, but one block where
+long rows are many (`choose_split`). One launch each, no scratch. The source is built with nvcc at first use
 (cuda_build.py).
 """
 

@@ -1,6 +1,6 @@
 // The best blocks of a scan and the Top-K of listed blocks on Hopper (sm_90a). The contract is in cuda_topk.py.
 //
-// Few rows: a cluster of blocks per row (select_cluster.cuh). Many: what follows, which asks less of the card.
+// A cluster of blocks per row (select_cluster.cuh), but for many long rows: what follows asks less of the card.
 //
 // One block of 1024 threads per row. `choose` finds the k best of up to 16,384 scores, which stay in registers as
 // integers that order alike. The range between the least and the greatest is cut into 2048 bins, whose counts tell
