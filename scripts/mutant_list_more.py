@@ -226,8 +226,8 @@ KERNEL_MUTANTS = (
     Mutant(
         "CUDA C++: denominators not rescaled",
         "kernels/csrc/sparse_attention.cu",
-        "shares[g].x *= factor.x, shares[g].y *= factor.y;",
-        "shares[g].x *= factor.x;",
+        "sum[g].x *= factor.x, sum[g].y *= factor.y;",
+        "sum[g].x *= factor.x;",
         f"{_ATTENTION}::test_scores_that_grow_and_sinks",
     ),
     Mutant(
