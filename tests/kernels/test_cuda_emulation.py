@@ -98,7 +98,7 @@ def test_swa_only_and_more_splits_than_tiles(library, heads):
     _check(library, (q, swa, swa_slots, None, None, sink), Tile(max(16, heads), 5))
 
 
-@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("heads", [8, 16, 64])
 def test_scores_that_grow_and_sinks(library, heads):
     q, *rest, sink = _case(1, heads, topk=200)
     tile = Tile(max(16, heads), 1)

@@ -86,7 +86,7 @@ def test_sinks(heads, sink, device):
     _check(q, swa, swa_slots, main, main_slots, sinks.fill_(sink))
 
 
-@pytest.mark.parametrize("heads", [8, 64])
+@pytest.mark.parametrize("heads", [8, 16, 64])
 def test_scores_that_grow(heads, device):
     # Later keys score higher by far, so that the running maximum keeps moving.
     q, swa, swa_slots, main, main_slots, sink = cases.attention_case(4, heads, device)
