@@ -10,9 +10,9 @@
 The contract of `triton_topk.py`, to the element; k is at most 2048. `select_slots` is `select_in_blocks` and
 `compressed_slots` in one launch.
 
-How it works is told in `csrc/select.cu` and `csrc/select_cluster.cuh`: a cluster of blocks per row, but one block where
-long rows are many (`choose_split`). One launch each, no scratch. The source is built with nvcc at first use
-(cuda_build.py).
+How it works is told in `csrc/select.cu` and `csrc/select_cluster.cuh`: a cluster of blocks per row, or one block that
+may narrow by levels, where rows are many and too long for two (`choose_split`). One launch each, no scratch. The source
+is built with nvcc at first use (cuda_build.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_SHARE, MAX_WIDTH = 16384, 131072
 
 
 def choose_split(rows: int, width: int, multiprocessors: int) -> int:
-    """Blocks per row of `width` scores; 0 for one block that narrows by levels, which asks less of the card."""
+    """Blocks of the cluster of a row of `width` scores; 0 for none: one block, by levels from DIRECT scores on."""
     split, alone = 1, multiprocessors // max(rows, 1)
     while 2 * split <= min(2 * alone, MAX_SPLIT) and split * SHARE < width:
         split *= 2

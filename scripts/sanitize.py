@@ -7,10 +7,11 @@
     CSA2_NVCC_FLAGS=-lineinfo compute-sanitizer --tool racecheck \\
         --kernel-regex kns=select_cu python scripts/sanitize.py selection
 
-Every form of a kernel is launched: tiles of 16 and 64 heads, one and two of them, alone, in clusters and row after
-row; scans of single rows and of sets, lists of blocks; selections by clusters of 1 to 16, of short rows and of long
-ones, and by one block, level by level. One form is left out, a selection that has a whole row in one block's registers:
-there racecheck (CUDA 13.0) stops with an error of its own. Results are not looked at here.
+Every form of a kernel that a served size reaches is launched: tiles of 16 and 64 heads, one and two of them, alone, in
+clusters and row after row; scans of single rows and of sets, lists of blocks; selections by clusters of 1 to 16, of
+short rows and of long ones (lists of at most 2,048 blocks), and by one block, level by level. One form is left out, a
+selection that has a whole row in one block's registers: there racecheck (CUDA 13.0) stops with an error of its own.
+Results are not looked at here.
 """
 
 from __future__ import annotations

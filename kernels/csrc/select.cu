@@ -1,10 +1,11 @@
 // The best blocks of a scan and the Top-K of listed blocks on Hopper (sm_90a). The contract is in cuda_topk.py.
 //
-// A cluster of blocks per row (select_cluster.cuh), but for many long rows: what follows asks less of the card.
+// A cluster of blocks per row (select_cluster.cuh) where it holds the row. Otherwise what follows, for many rows too long
+// for two blocks and for rows that are not aligned.
 //
 // One block of 1024 threads per row. `choose` finds the k best of up to 16,384 scores, which stay in registers as
 // integers that order alike. The range between the least and the greatest is cut into 2048 bins, whose counts tell
-// which bin holds the k-th; that bin is cut again, until a bin is taken whole or is a single value. Adding the range
+// which bin holds the k-th; that bin is cut again, until a bin is taken whole or is a single value. Dividing the range
 // rather than fixed digits makes two rounds of most inputs and three of the worst, and spreads counts over banks.
 //
 // More scores than `direct` go in two levels: the k best groups of 8 by their maxima, then the k best of those groups'

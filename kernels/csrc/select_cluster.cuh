@@ -1,5 +1,5 @@
 // The selection by a cluster of thread blocks per row: few rows leave most of the card idle, and what one block takes
-// for a row is time, not work. The contract is in cuda_topk.py.
+// for a row is time, not work; of many rows clusters are of one or two. The contract is in cuda_topk.py.
 //
 // Keys. Every score of a row is read at once, by all blocks, into registers: no level depends on another's choice, and
 // maxima of groups are not needed. Scores become integers that order alike; 0 stands for none.
